@@ -25,7 +25,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 from buffer.task_mix import Reweighting, TaskMix
 from buffer.wire.framing import Compression
 
-SCHEMA = "2"
+SCHEMA = "3"
 """Version of keys, scripts and payloads; a client refuses a run of another one."""
 
 LOADING = "loading"

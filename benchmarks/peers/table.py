@@ -48,13 +48,18 @@ def table(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def write_table(figures: Sequence[Figure], facts: Mapping[str, str], path: Path) -> None:
-    """Replace what stands between the marks of the peers."""
-    fill_in(path, _MARK, [*table(figures), machine(facts)])
+    """Replace what stands between the marks of the peers by the sizes that are drawn, too."""
+    shown = [figure for figure in figures if figure.section in _drawn(figures)]
+    fill_in(path, _MARK, [*table(shown), machine(facts)])
+
+
+def _drawn(figures: Sequence[Figure]) -> list[str]:
+    return list(dict.fromkeys(figure.section for figure in figures))[:2]
 
 
 def draw(figures: Sequence[Figure], path: Path) -> None:
     """Draw processor time of put and take for each size: ours in colour."""
-    sections = list(dict.fromkeys(figure.section for figure in figures))[:2]
+    sections = _drawn(figures)
     canvas = Canvas(figsize=(11, 6.5), layout="constrained")
     grid = canvas.subplots(len(sections), len(KINDS), squeeze=False, sharex=True)
     for line, section in zip(grid, sections, strict=True):

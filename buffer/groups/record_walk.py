@@ -55,7 +55,7 @@ class RecordWalk:
     def entered(self, task: str) -> Entered:
         key = self._keys.progress(task)
         names = ("cursor", "highest_draw", "put", "imported")
-        (counts,) = self._store.send("records", [("HMGET", key, *names)])
+        counts = self._store.ask("records", "HMGET", key, *names)
         cursor, highest_draw, put, imported = read_counts(key, names, counts)
         return Entered(cursor, max(cursor, highest_draw), put + imported)
 
@@ -79,9 +79,7 @@ class RecordWalk:
     def bits(self, key: str, offset: int) -> bytes:
         """Return one page of a bitmap, from `offset` bytes on."""
         last = offset + PAGE_DRAWS // 8 - 1
-        page: bytes = self._store.retrying(
-            "bits", lambda: self._store.client.getrange(key, offset, last)
-        )
+        page: bytes = self._store.ask("bits", "GETRANGE", key, offset, last)
         return page
 
     def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:

@@ -6,7 +6,7 @@
 -- ARGV gid    gid
 -- ARGV draw   0..69_999_999
 -- ARGV revoke ''|name        worker whose lease on the group is revoked; '' = refuse a running group
--- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
+-- replies OK stage_before | RUNNING owner | TAKEN batch | ENDED stage | UNKNOWN
 -- keeps I1, I2 (a revoked token becomes invalid at once), I12 (frees), I13 (a dropped group stays dropped)
 
 local held = held_fields(groups .. gid)

@@ -53,7 +53,7 @@ local enqueued, unusable, skipped, came = 0, 0, 0, 0
 for n, rollouts in ipairs(samples) do
   if enqueued >= free or (enqueued > 0 and byte_limit > 0 and held + came >= byte_limit) then break end
   local draw, record = start + n - 1, records[n]
-  if known > 0 and (ended_place(bitmaps, draw) or redis.call('EXISTS', record) == 1) then
+  if known > 0 and (ended_stage(bitmaps, draw) or redis.call('EXISTS', record) == 1) then
     skipped = skipped + 1
   elseif num(rollouts) == 0 then
     redis.call('SETBIT', dropped, draw, 1)

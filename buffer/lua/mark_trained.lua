@@ -29,7 +29,7 @@ local reentered, highest_draw = num(counts[3]), math.max(cursor, num(counts[4]))
 local draws = {}
 for _, draw, stage in each_unit do
   local gid = string.format('%s-%010d', task, draw)
-  local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
+  local held, now = held_fields(groups .. gid), ended_stage(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end
   read_place(keys, held)
   if not held and not now and draw >= first then

@@ -13,7 +13,7 @@ local cursor, reentered = next_draw(cursors, task), num(redis.call('HGET', progr
 local stop = cursor + math.min(limit, reentered)
 local draw = cursor
 while draw < stop do
-  local ended = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
+  local ended = ended_stage({archived = archived, filtered = filtered, dropped = dropped}, draw)
   if not ended and redis.call('EXISTS', groups .. string.format('%s-%010d', task, draw)) == 0 then break end
   draw = draw + 1
 end

@@ -9,7 +9,7 @@
 -- ARGV operation token          nonce of this call
 -- ARGV task      name
 -- ARGV lane      resume|eval    in which it waits
--- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
+-- replies OK stage_before | RUNNING owner | TAKEN batch | ENDED stage | UNKNOWN
 -- keeps I1, I11 (a dead letter may live again), I12, I13 (operation)
 
 local held = fields_of(record, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued', 'size',

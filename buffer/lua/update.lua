@@ -17,7 +17,7 @@
 -- ARGV token_lead ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
 -- ARGV made_by  ''|ages                  as in submit; '' = no limit of age
--- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
+-- replies OK | CHANGED token | NOT_POOLED stage | ENDED stage | UNKNOWN | MISSING size_found
 -- keeps I1, I2 (compare-and-set), I8, I12 (counts bytes), I13 (token), I14
 
 local held = fields_of(record, 'stage', 'status', 'payload', 'chunks', 'arrival', 'size')

@@ -66,6 +66,17 @@ class GroupRecord:
             return None
         task, draw = split_group_id(gid)
         version = int(fields["version"]) if "version" in fields else None
+        ledger, _, batch_step = fields.get("batch", "").rpartition(":")
+        # the train step that took the group, or may take it next
+        is_taken = fields["stage"] == "taken" and ledger == "train"
+        step = int(batch_step) if is_taken else moment.taken + 1
+        samples = int(fields.get("samples", 0))
+        # the scores of an interrupted group do not count
+        is_scored = fields.get("status") == "completed" and "reward" in fields and samples
+        # the id of a stream entry begins with the ms in which it was added
+        queued_ms = fields.get("entry", "").partition("-")[0]
+        noted = (queued_ms, fields.get("claimed_ms"), fields.get("submitted_ms"))
+        times = [int(time) for time in noted if time]
         return cls(
             gid=gid,
             task=task,
@@ -73,36 +84,15 @@ class GroupRecord:
             stage=fields["stage"],
             status=fields.get("status", ""),
             version=version,
-            staleness=None if version is None else _used_by(fields, moment) - version - 1,
+            staleness=None if version is None else step - version - 1,
             tries=int(fields.get("tries", 0)),
             aborts=int(fields.get("aborts", 0)),
             owner=fields.get("owner"),
-            samples=int(fields.get("samples", 0)),
+            samples=samples,
             tokens=int(fields.get("tokens", 0)),
             size=int(fields.get("size", 0)),
-            reward=_mean_score(fields),
+            reward=float(fields["reward"]) / samples if is_scored else None,
             arrival=int(fields["arrival"]) if "arrival" in fields else None,
-            time_ms=_age_ms(fields, moment),
+            time_ms=max(0, moment.now_ms - max(times)) if times else None,
             batch=fields.get("batch"),
         )
-
-
-def _used_by(fields: dict[str, str], moment: Moment) -> int:
-    """Return the train step that took the group, or may take it next."""
-    ledger, _, step = fields.get("batch", "").rpartition(":")
-    return int(step) if fields["stage"] == "taken" and ledger == "train" else moment.taken + 1
-
-
-def _mean_score(fields: dict[str, str]) -> float | None:
-    # the scores of an interrupted group do not count
-    samples = int(fields.get("samples", 0))
-    is_scored = fields.get("status") == "completed" and "reward" in fields and samples
-    return float(fields["reward"]) / samples if is_scored else None
-
-
-def _age_ms(fields: dict[str, str], moment: Moment) -> int | None:
-    # the id of a stream entry begins with the ms in which it was added
-    queued_ms = fields.get("entry", "").partition("-")[0]
-    noted = (queued_ms, fields.get("claimed_ms"), fields.get("submitted_ms"))
-    times = [int(time) for time in noted if time]
-    return max(0, moment.now_ms - max(times)) if times else None

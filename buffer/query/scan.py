@@ -210,9 +210,8 @@ class GroupScan:
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    taken = ledger.steps().taken
-    seconds, micros = store.retrying("time", lambda: store.client.time())
-    return Moment(taken, int(seconds) * 1000 + int(micros) // 1000)
+    seconds, micros = store.ask("time", "TIME")
+    return Moment(ledger.steps().taken, int(seconds) * 1000 + int(micros) // 1000)
 
 
 def _facts_of(gid: str) -> dict[str, Scalar]:

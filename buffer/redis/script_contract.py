@@ -294,11 +294,10 @@ def _slot(match: re.Match[str], first: int) -> Slot:
     names = tuple(match["names"].split(", "))
     types = tuple(match["types"].split(", "))
     is_tail = bool(match["most"] or match["like"])
-    is_known = _is_key_type if match["array"] == "KEYS" else _is_argument_type
     if (
         len(names) != len(types)
         or (len(names) > 1 and not is_tail)
-        or not all(map(is_known, types))
+        or not all(_is_type(match["array"], kind) for kind in types)
     ):
         raise ScriptError(f"this line of a header is no contract: {match[0]}")
     least = int(match["least"] or 0)
@@ -306,10 +305,8 @@ def _slot(match: re.Match[str], first: int) -> Slot:
     return Slot(match["array"], first, is_tail, names, types, *((least, most) if is_tail else ()))
 
 
-def _is_key_type(kind: str) -> bool:
-    return kind == "prefix" or kind.removesuffix("*") in LENGTH_OF
-
-
-def _is_argument_type(kind: str) -> bool:
+def _is_type(array: str, kind: str) -> bool:
+    if array == "KEYS":
+        return kind == "prefix" or kind.removesuffix("*") in LENGTH_OF
     # a single word begins an explanation, behind an argument without a type
     return "|" in kind or not _accepts(kind, "").startswith(" ==")

@@ -135,7 +135,8 @@ class Store:
             for each in commands
         ]
         # of EVALSHA sha count key …, or of a command with a key
-        key = self._home or str(sent[0][3 if isinstance(commands[0], ScriptCall) else 1])
+        at = 3 if isinstance(commands[0], ScriptCall) else 1
+        key = self._home or str(sent[0][at] if len(sent[0]) > at else "")
         waits = durable and (self.waits_for_disk or self.wait_replicas > 0)
         if waits:
             sync = self.scripts["sync"]

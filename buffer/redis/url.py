@@ -310,7 +310,13 @@ class Servers:
 
     def _slots_seen_by(self, url: str) -> list[str]:
         client: Any = self._client(url)
-        if not _is_cluster(client, url):
+        if not url.startswith(("redis:", "rediss:")):
+            return []  # a Unix socket, or a primary that Sentinels name
+        try:
+            is_cluster = client.info("cluster").get("cluster_enabled")
+        except NoPermissionError:
+            is_cluster = False
+        if not is_cluster:
             return []
         slots = [""] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, *owners in client.execute_command("CLUSTER SLOTS"):
@@ -318,15 +324,6 @@ class Servers:
             slots[first : last + 1] = [master] * (last - first + 1)
             self._nodes += [node for node in (master, *replicas) if node not in self._nodes]
         return slots
-
-
-def _is_cluster(client: Any, url: str) -> bool:
-    if not url.startswith(("redis:", "rediss:")):
-        return False  # a Unix socket, or a primary that Sentinels name
-    try:
-        return bool(client.info("cluster").get("cluster_enabled"))
-    except NoPermissionError:
-        return False
 
 
 def _text(host: bytes | str | None) -> str:

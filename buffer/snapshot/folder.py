@@ -16,19 +16,19 @@ The manifest is written last and the folder renamed into place: it is complete o
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import orjson
 from pydantic import BaseModel, ConfigDict
 
 from buffer.errors import SchemaVersionError, SnapshotError, describe
+from buffer.redis.whole_file import sync
 
 VERSION = 3
 MANIFEST = "manifest.json"
@@ -79,19 +79,6 @@ def new_snapshot(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_item(stream: IO[bytes], item: Item) -> None:
-    stream.write(msgpack.packb(item))
 
 
 def read_items(folder: Path) -> Iterator[Item]:

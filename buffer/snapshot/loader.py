@@ -93,30 +93,28 @@ class SnapshotLoader:
 
     def _claim_name(self) -> None:
         """Take the name. Raises RunExists where the server has a key of such a run."""
-        claim = ("HSETNX", self.keys.meta, "nonce", self._nonce)
-        if self._store.ask("restore", *claim) or self._nonce_there() == self._nonce.encode():
-            self._store.ask("restore", "HSET", self.keys.meta, "schema", LOADING)
-            others = (key for key in self._scan() if key != self.keys.meta.encode())
+        meta, name = self.keys.meta, self.keys.run
+        claim = ("HSETNX", meta, "nonce", self._nonce)
+        # a call is repeated whose reply is lost
+        is_mine = self._store.ask("restore", *claim) or (
+            self._store.ask("restore", "HGET", meta, "nonce") == self._nonce.encode()
+        )
+        what = f"a run {name!r}, or what a restore left that was killed"
+        if is_mine:
+            self._store.ask("restore", "HSET", meta, "schema", LOADING)
+            keys = self._store.client.scan_iter(f"{self.keys.prefix}*", count=2000)
+            others = (key for key in keys if key != meta.encode())
             left = self._store.retrying("restore", lambda: next(others, None))
             if left is None:
                 return
-            self._store.ask("restore", "UNLINK", self.keys.meta)
-            what = f"keys of a run {self.keys.run!r}, such as {left.decode()}"
-        else:
-            what = f"a run {self.keys.run!r}, or what a restore left that was killed"
+            self._store.ask("restore", "UNLINK", meta)
+            what = f"keys of a run {name!r}, such as {left.decode()}"
         raise RunExists(
             f"the server has {what}; nothing was changed",
             hint="restore under another name: name=..., or remove it first",
             command_hint=f"restore under another name with --run NAME, or remove it first: "
-            f"rolloutmq runs --delete {self.keys.run}",
+            f"rolloutmq runs --delete {name}",
         )
-
-    def _scan(self) -> Iterator[bytes]:
-        yield from self._store.client.scan_iter(f"{self.keys.prefix}*", count=2000)
-
-    def _nonce_there(self) -> bytes | None:
-        found: bytes | None = self._store.ask("restore", "HGET", self.keys.meta, "nonce")
-        return found
 
     def _write(self, advance: Advance) -> None:
         sent: list[Command] = []

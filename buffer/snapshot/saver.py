@@ -13,6 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from buffer.errors import SnapshotError
 from buffer.ledger.account import Account
 from buffer.redis.bulk_io import Command
@@ -20,7 +22,7 @@ from buffer.redis.key_table import row_of
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
-from buffer.snapshot.folder import FILES, KEYS, Item, SnapshotFacts, new_snapshot, seal, write_item
+from buffer.snapshot.folder import FILES, KEYS, Item, SnapshotFacts, new_snapshot, seal
 
 KEYS_AT_ONCE = 50  # in one round trip: a payload's key has up to 1 MB
 
@@ -56,7 +58,7 @@ def save(context: RunContext, files: Path | None, folder: Path, advance: Advance
         _check(context)
         with (hidden / KEYS).open("wb") as stream:
             for item in _items(store, keys):
-                write_item(stream, item)
+                stream.write(msgpack.packb(item))
                 saved += 1
                 advance("keys", saved)
         if files and files.is_dir():

@@ -136,7 +136,7 @@ class Checker:
         return (
             self.by_op["final"][-1]
             if self.by_op["final"]
-            else {"places": {}, "cursors": {}, "ledger": {}}
+            else {"stages": {}, "cursors": {}, "ledger": {}}
         )
 
     @cached_property
@@ -155,10 +155,10 @@ class Checker:
     # -- the promises --------------------------------------------------------
 
     def _account(self) -> Iterator[str]:
-        """What was acknowledged is in exactly one place; archived and taken is what the weights
+        """What was acknowledged is in exactly one stage; archived and taken is what the weights
         have seen.
         """
-        places: dict[str, list[str]] = self.final["places"]
+        stages: dict[str, list[str]] = self.final["stages"]
         below = {
             f"{task}-{draw:010d}"
             for task, cursor in self.final["cursors"].items()
@@ -167,14 +167,14 @@ class Checker:
         # a server that lost data forgets draws, and the same ones come again: only what it passed
         # since counts
         expected = below if self.losses else below | self.entered
-        yield from (f"{gid} is nowhere" for gid in sorted(expected - places.keys()))
+        yield from (f"{gid} is nowhere" for gid in sorted(expected - stages.keys()))
         yield from (
             f"{gid} is {' and '.join(found)}"
-            for gid, found in sorted(places.items())
+            for gid, found in sorted(stages.items())
             if len(found) > 1
         )
         trained = {gid for event in self.surviving for gid in event["gids"]}
-        for gid, found in sorted(places.items()):
+        for gid, found in sorted(stages.items()):
             if found == ["archived"] and gid not in trained:
                 yield f"{gid} is archived, but no surviving step has trained it"
             if found[0] not in ("archived", "taken", "dead") and gid in trained:
@@ -187,14 +187,14 @@ class Checker:
         """Entered = waiting + running + pooled + taken + archived + dead + filtered + dropped, as
         the run counts them and as they are found.
         """
-        places: dict[str, list[str]] = self.final["places"]
+        stages: dict[str, list[str]] = self.final["stages"]
         for task, counted in self.final.get("counters", {}).items():
-            found = Counter(where[0] for gid, where in places.items() if gid.startswith(f"{task}-"))
-            for place in ("running", "taken", "archived", "dead", "filtered", "dropped"):
-                if counted[place] != found[place]:
-                    yield f"{task}: {counted[place]} counted as {place}, {found[place]} found"
+            found = Counter(where[0] for gid, where in stages.items() if gid.startswith(f"{task}-"))
+            for stage in ("running", "taken", "archived", "dead", "filtered", "dropped"):
+                if counted[stage] != found[stage]:
+                    yield f"{task}: {counted[stage]} counted as {stage}, {found[stage]} found"
             entered = counted["enqueued"] + counted["put"] + counted["imported"]
-            if entered != (total := sum(gid.startswith(f"{task}-") for gid in places)):
+            if entered != (total := sum(gid.startswith(f"{task}-") for gid in stages)):
                 yield f"{task}: {entered} counted as entered, {total} found"
             if counted["enqueued"] != counted["cursor"] + counted["reentered"]:
                 yield f"{task}: {counted['enqueued']} counted as enqueued, the cursor is at {counted['cursor']}"
@@ -205,7 +205,7 @@ class Checker:
             for event in self.by_op["submit"]
             if event["args"].get("status") == "filtered"
         }
-        for gid, found in self.final["places"].items():
+        for gid, found in self.final["stages"].items():
             if found[0] in ("dropped", "filtered") and gid not in asked:
                 yield gid
 

@@ -44,7 +44,7 @@ def figures(checker: Checker, problems: Mapping[str, list[str]]) -> dict[str, An
         "faults": len(checker.by_op["fault"]),
         "faults_by_kind": dict(Counter(e["kind"] for e in checker.by_op["fault"]).most_common()),
         "at_the_end": dict(
-            Counter(found[0] for found in checker.final["places"].values()).most_common()
+            Counter(found[0] for found in checker.final["stages"].values()).most_common()
         ),
         "longest_stall_s": round(_longest_gap(sorted(progress)), 2),
     }

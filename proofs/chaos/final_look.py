@@ -15,16 +15,16 @@ COUNTED = (*ENDS, "dead", "running", "taken", "enqueued", "put", "imported", "cu
 
 
 def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
-    """`places` of every gid, `cursors` of the tasks, what is counted of each, the ledger. Nobody
+    """`stages` of every gid, `cursors` of the tasks, what is counted of each, the ledger. Nobody
     may work meanwhile.
     """
     raw: Any = client
     start = f"rmq:{{{run}}}:"
-    places = defaultdict(list)
+    stages = defaultdict(list)
 
-    def found(place: str, gids: list[bytes]) -> None:
+    def found(stage: str, gids: list[bytes]) -> None:
         for gid in gids:
-            places[gid.decode()].append(place)
+            stages[gid.decode()].append(stage)
 
     for task in tasks:
         for lane in LANES:
@@ -50,7 +50,7 @@ def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
         )
     counters = {task: _counters(raw.hgetall(f"{start}progress:{task}")) for task in tasks}
     cursors = {task: counted["cursor"] for task, counted in counters.items()}
-    return {"places": dict(places), "cursors": cursors, "ledger": ledger, "counters": counters}
+    return {"stages": dict(stages), "cursors": cursors, "ledger": ledger, "counters": counters}
 
 
 def _counters(fields: dict[bytes, bytes]) -> dict[str, int]:

@@ -44,13 +44,13 @@ class Story:
         self.note("calm")
         self.deliver(4, "l2", version=3, again=True)
         self.note("finished", step=4, chain="c4")
-        places = {gid(draw): ["archived"] for draw in range(BATCH * STEPS)} | {gid(8): ["waiting"]}
+        stages = {gid(draw): ["archived"] for draw in range(BATCH * STEPS)} | {gid(8): ["waiting"]}
         counted = dict.fromkeys(COUNTED, 0) | {
             "archived": BATCH * STEPS,
             "enqueued": 9,
             "cursor": 9,
         }
-        self.note("final", places=places, cursors={"t": 9}, ledger={}, counters={"t": counted})
+        self.note("final", stages=stages, cursors={"t": 9}, ledger={}, counters={"t": counted})
 
     def note(self, op: str, **more: Any) -> Event:
         self._time += 1.0
@@ -139,9 +139,9 @@ def events_of(story: Story, op: str, step: int) -> list[Event]:
     return [event for event in story.events if event["op"] == op and event["step"] == step]
 
 
-def place(*found: str) -> Plant:
-    """Let the last group be found in these places."""
-    return lambda story: final(story)["places"].update({gid(8): list(found)})
+def stage(*found: str) -> Plant:
+    """Let the last group be found in these stages."""
+    return lambda story: final(story)["stages"].update({gid(8): list(found)})
 
 
 def count(name: str) -> Plant:
@@ -187,7 +187,7 @@ def accept_after_a_later_claim(story: Story) -> None:
 def pass_a_draw_over(story: Story) -> None:
     story.enqueue(10, 11)
     final(story)["cursors"]["t"] = 11
-    final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
+    final(story)["stages"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
 
 
 def train_tokens_of_another_group(story: Story) -> None:
@@ -206,10 +206,10 @@ def overwrite_a_batch_that_is_held(story: Story) -> None:
 
 
 PLANTED: dict[str, tuple[str, Plant]] = {
-    "lost": ("lost or doubled", lambda story: final(story)["places"].pop(gid(8))),
-    "in two places": ("lost or doubled", place("waiting", "running")),
-    "archived untrained": ("lost or doubled", place("archived")),
-    "dropped": ("lost or doubled", place("dropped")),
+    "lost": ("lost or doubled", lambda story: final(story)["stages"].pop(gid(8))),
+    "in two stages": ("lost or doubled", stage("waiting", "running")),
+    "archived untrained": ("lost or doubled", stage("archived")),
+    "dropped": ("lost or doubled", stage("dropped")),
     "wrong count": ("miscounted", count("archived")),
     "count of what never came": ("miscounted", count("imported")),
     "trained twice": ("trained twice", train_twice),
@@ -308,5 +308,5 @@ def test_an_enqueue_without_an_answer_may_have_happened() -> None:
     story.events.append(call)
     final(story)["cursors"]["t"] = 11
     final(story)["counters"]["t"] |= {"enqueued": 11, "cursor": 11}
-    final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
+    final(story)["stages"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
     assert judge(story).clean, judge(story)

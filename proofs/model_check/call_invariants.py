@@ -15,7 +15,7 @@ from proofs.model_check.state_invariants import (
     T,
     batches,
     control,
-    find_places,
+    find_stages,
     held,
     ledger,
     plain,
@@ -38,6 +38,8 @@ ROLE_OF = {
     "control": b"trainer",
 }
 """Scripts for the holder of a role, whose nonce is the first argument of the operation."""
+
+FREE = ("forget", "commit")  # state_invariants.py knows which batches they may free
 
 OPENS = {"producer_open": b"producer", "trainer_open": b"trainer"}
 
@@ -146,12 +148,12 @@ def _batches_are_records(what: str, before: Image, after: Image) -> None:
     old, new = batches(before), batches(after)
     for step in old.keys() & new.keys():
         if what not in ("quarantine", "refill"):
-            # `forget` removes lines from the end
-            left = len(new[step]) if what == "forget" else len(old[step])
+            # `forget`, which `commit` takes along, removes lines from the end
+            left = len(new[step]) if what in FREE else len(old[step])
             changed = f"I5: {what} changed batch {step}: {old[step]}, {new[step]}"
             assert new[step][1:] == old[step][1:left], changed
     gone = old.keys() - new.keys()
-    assert what == "forget" or not gone, f"I6: {what} freed the batches {gone}"
+    assert what in FREE or not gone, f"I6: {what} freed the batches {gone}"
     assert what == "take_batch" or not new.keys() - old.keys(), f"I5: {what} made a batch"
 
 
@@ -199,7 +201,7 @@ def _submitted(before: Image, after: Image, replies: list[Any]) -> None:
 
 
 def _turns_kept(before: Image, after: Image, replies: list[Any]) -> None:
-    assert find_places(before) == find_places(after), "I1: kept turns moved a group"
+    assert find_stages(before) == find_stages(after), "I1: kept turns moved a group"
     for key in before.keys() & after.keys():
         if b":group:" in key:
             old, new = before[key][1], after[key][1]
@@ -230,8 +232,8 @@ def _enqueued(before: Image, after: Image, reply: list[Any]) -> None:
         return
     state = control(before)
     assert b"fresh" in state[b"lanes"].split(), f"I10: {new} enqueued while {state}"
-    places = [place for (place,) in find_places(after).values()]
-    under_way = sum(place in ("waiting", "running", "taken", "archived") for place in places)
+    stages = [stage for (stage,) in find_stages(after).values()]
+    under_way = sum(stage in ("waiting", "running", "taken", "archived") for stage in stages)
     target = int(plain(after, b"progress:" + T, {})[b"target"])
     assert under_way <= target, f"I3: {under_way} groups for a target of {target}"
 

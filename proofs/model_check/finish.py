@@ -7,7 +7,7 @@ from dataclasses import replace
 from buffer.manifest import Manifest
 from proofs.model_check.operations import Pending
 from proofs.model_check.processes import Janitor, Operator, Process, Producer, Trainer, Worker
-from proofs.model_check.state_invariants import find_places, plain
+from proofs.model_check.state_invariants import find_stages, plain
 from proofs.model_check.world import Budget, State, World
 
 ROUNDS = 40
@@ -28,15 +28,15 @@ def finish(world: World, state: State) -> None:
         state = world.advance_clock(state, 0.45)
         for number in range(len(state.processes)):
             state = _do_all(world, state, number)
-    places = find_places(state.image)
-    raise AssertionError(f"the run does not finish: {places}, {plain(state.image, b'control', {})}")
+    stages = find_stages(state.image)
+    raise AssertionError(f"the run does not finish: {stages}, {plain(state.image, b'control', {})}")
 
 
 def _all_kinds(state: State) -> tuple[Process, ...]:
     """Return the processes, with one of each kind that a run needs."""
     # others, in place of those that a batch lacks
     lacking = sum(manifest.open_places.total() for manifest in _under_way(state))
-    groups = max(1, len(find_places(state.image)) + lacking)
+    groups = max(1, len(find_stages(state.image)) + lacking)
     kinds = {type(process) for process in state.processes}
     janitor = Janitor(("reap", "refresh", "expire_waiting"))
     needed = (Producer(groups), Worker("w9"), Trainer(0), janitor)
@@ -63,12 +63,12 @@ def _with_room(process: Process, groups: int) -> Process:
 def _has_ended(state: State) -> bool:
     if any(manifest.open_places for manifest in _under_way(state)):
         return False
-    places = find_places(state.image)
+    stages = find_stages(state.image)
     groups = max(getattr(process, "groups", 0) for process in state.processes)
-    found = [place for (place,) in places.values()]
+    found = [stage for (stage,) in stages.values()]
     # a trainer waits for a whole batch
     spare = min(process.batch for process in state.processes if isinstance(process, Trainer)) - 1
-    left = [place for place in found if place not in ENDED]
+    left = [stage for stage in found if stage not in ENDED]
     return len(found) >= groups and left.count("pool") == len(left) <= spare
 
 

@@ -113,10 +113,10 @@ class Worker(NamedTuple):
                 if job in held:  # it may have lost the group since
                     held[job] = (*history, weights, weights)
                 return done._replace(jobs=tuple(held.items()), kept=(*done.kept, job))
-            case (("keep_turns" | "submit" | "release"), Finished(place, error)):
+            case (("keep_turns" | "submit" | "release"), Finished(stage, error)):
                 assert error is None or isinstance(error, Fenced), error
                 job = pending.args[1]
-                died = (job,) if place == "dead" else ()
+                died = (job,) if stage == "dead" else ()
                 return done.without((job,))._replace(dead=(*done.dead, *died))
             case (("keep_responses" | "submit_together"), Finished(_, None)):
                 (job, *_) = pending.args[1:]

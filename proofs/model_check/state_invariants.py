@@ -17,17 +17,17 @@ from proofs.model_check.server_image import Image
 P = b"rmq:{run}:"
 T = TASK.encode()
 LANES = (b"eval", b"resume", b"fresh")
-Places = dict[bytes, list[str]]
+Stages = dict[bytes, list[str]]
 
 
 def check_state(image: Image, limits: RunLimits) -> None:
-    places = find_places(image)
-    _one_place(image, places)
+    stages = find_stages(image)
+    _one_stage(image, stages)
     _one_owner(image)
-    _records(image, places, limits)
+    _records(image, stages, limits)
     _batches(image)
-    _bytes(image, places)
-    _counters(image, places)
+    _bytes(image, stages)
+    _counters(image, stages)
     _pauses(image)
 
 
@@ -77,30 +77,30 @@ def ledger(image: Image, field: bytes) -> int:
     return int(plain(image, b"ledger:train", {}).get(field, b"0"))
 
 
-def bit(image: Image, place: bytes, draw: int) -> bool:
-    bits = plain(image, b"ended:" + T + b":" + place, b"")
+def bit(image: Image, stage: bytes, draw: int) -> bool:
+    bits = plain(image, b"ended:" + T + b":" + stage, b"")
     byte, offset = divmod(draw, 8)
     return byte < len(bits) and bool(bits[byte] & 0x80 >> offset)
 
 
-def find_places(image: Image) -> Places:
-    """Return every place of every draw that was ever enqueued."""
+def find_stages(image: Image) -> Stages:
+    """Return every stage of every draw that was ever enqueued."""
     cursor = int(plain(image, b"cursors", {}).get(T, b"0"))
     draws = {draw: b"%s-%010d" % (T, draw) for draw in range(cursor)}
-    places: Places = {gid: [] for gid in draws.values()}
+    stages: Stages = {gid: [] for gid in draws.values()}
     ended = [
-        (gid, place)
+        (gid, stage)
         for draw, gid in draws.items()
-        for place in ("archived", "filtered", "dropped")
-        if bit(image, place.encode(), draw)
+        for stage in ("archived", "filtered", "dropped")
+        if bit(image, stage.encode(), draw)
     ]
-    for gid, place in [*_structures(image), *ended]:
-        places.setdefault(gid, []).append(place)
-    return places
+    for gid, stage in [*_structures(image), *ended]:
+        stages.setdefault(gid, []).append(stage)
+    return stages
 
 
 def _structures(image: Image) -> Iterator[tuple[bytes, str]]:
-    """Return (gid, place) of each group in a queue, lease, pool or batch, and of each dead one."""
+    """Return (gid, stage) of each group in a queue, lease, pool or batch, and of each dead one."""
     for lane in LANES:
         yield from ((gid, "waiting") for _, gid in stream(image, lane))
     for fields in held(image).values():
@@ -115,8 +115,8 @@ def _structures(image: Image) -> Iterator[tuple[bytes, str]]:
     yield from ((gid, "dead") for gid in plain(image, b"dead", {}))
 
 
-def _one_place(image: Image, places: Places) -> None:
-    wrong = {gid: found for gid, found in places.items() if len(found) != 1}
+def _one_stage(image: Image, stages: Stages) -> None:
+    wrong = {gid: found for gid, found in stages.items() if len(found) != 1}
     assert not wrong, f"I1: {wrong}"
 
 
@@ -142,33 +142,33 @@ def _one_owner(image: Image) -> None:
         assert worker in held(image), f"I2: a deadline for {worker!r}, which holds nothing"
 
 
-def _records(image: Image, places: Places, limits: RunLimits) -> None:
+def _records(image: Image, stages: Stages, limits: RunLimits) -> None:
     for key in image:
         if not key.startswith(P + b"group:"):
             continue
         gid = key.removeprefix(P + b"group:")
         known = record(image, gid)
-        (place,) = places.get(gid, ["nowhere"])
-        assert known[b"stage"].decode() == place, (
-            f"I1: {gid!r} is {place}, its record {known[b'stage']!r}"
+        (stage,) = stages.get(gid, ["nowhere"])
+        assert known[b"stage"].decode() == stage, (
+            f"I1: {gid!r} is {stage}, its record {known[b'stage']!r}"
         )
         assert 0 <= int(known[b"tries"]) <= limits.max_tries, (
             f"I11: {gid!r}: {known[b'tries']!r} tries"
         )
         payload = P + b"payload:" + gid + b":" + known[b"payload"]
         assert payload in image, (
-            f"I12: {gid!r} is {place}, the bytes of {known[b'payload']!r} are gone"
+            f"I12: {gid!r} is {stage}, the bytes of {known[b'payload']!r} are gone"
         )
         listed = b"%s %s %s" % (gid, known[b"payload"], known[b"chunks"])
         assert listed not in plain(image, b"garbage", frozenset()), (
             f"I12: {listed!r} is listed as garbage"
         )
         assert image[payload][2] is None, f"I12: the bytes of {gid!r} will expire"
-        if place == "dead":
+        if stage == "dead":
             assert P + b"dead:" + gid in image, f"I11: {gid!r} is dead for no reason"
-        if place == "pool":
+        if stage == "pool":
             _in_its_pool(image, gid, known)
-        if place == "waiting":
+        if stage == "waiting":
             entries = [e for lane in LANES for e, other in stream(image, lane) if other == gid]
             assert entries == [known[b"entry"]], (
                 f"I1: {gid!r} waits as {entries}, its record has {known[b'entry']!r}"
@@ -193,12 +193,12 @@ def _batches(image: Image) -> None:
     assert all(step <= taken for step in found), f"I5: batch {max(found)} of {taken} steps"
 
 
-def _bytes(image: Image, places: Places) -> None:
+def _bytes(image: Image, stages: Stages) -> None:
     counted = plain(image, b"bytes", {})
     count = int(counted.get(b"came", 0)) - int(counted.get(b"went", 0))
     stored = 0
-    for gid, (place,) in places.items():
-        if place not in ("archived", "filtered", "dropped"):
+    for gid, (stage,) in stages.items():
+        if stage not in ("archived", "filtered", "dropped"):
             known = record(image, gid)
             # the prompt, and the newest result
             stored += int(known[b"prompt"]) + (
@@ -221,9 +221,9 @@ def _archived_bytes(image: Image) -> int:
     return total
 
 
-def _counters(image: Image, places: Places) -> None:
+def _counters(image: Image, stages: Stages) -> None:
     progress = plain(image, b"progress:" + T, {})
-    count = Counter(place for (place,) in places.values())
+    count = Counter(stage for (stage,) in stages.values())
     for name in ("running", "taken", "archived", "dead", "filtered", "dropped"):
         noted = int(progress.get(name.encode(), b"0"))
         assert noted == count[name], f"I1: {count[name]} groups are {name}, {noted} are counted"

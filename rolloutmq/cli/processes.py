@@ -214,7 +214,8 @@ async def _work(
     stopped = threading.Event()
     # before the engine, which takes long to load
     check_functions(named_functions(settings, for_judges=False))
-    settings.gateway.tls_context()
+    for section in settings.attached.values():
+        section.check()
 
     async def start() -> Engine:
         # while it holds no groups, it has nothing to clean up; children of the engine end with it

@@ -179,9 +179,6 @@ RULES = (
         "[evaluation] every_steps = {c.evaluation.every_steps} must be a multiple of [policy] "
         "sync_weights_interval = {c.policy.sync_weights_interval}",
         "evaluations need weights that are published"),
-    Rule(lambda c: c.gateway.port and c.gateway.ports < c.launch.workers,
-        "[launch] workers = {c.launch.workers} need as many [gateway] ports",
-        "set ports = {c.launch.workers} or more, or port = 0"),
 )  # fmt: skip
 
 RULES_OF_TASKS = (
@@ -239,7 +236,8 @@ def _compared(trainer: TrainerSection) -> int:
 
 
 def _kinds_fit(config: Config) -> Iterator[str]:
-    yield from config.engine.rules(config)
+    for section in (config.engine, *config.attached.values()):
+        yield from section.rules(config)
     for kind in attached_kinds(config.tasks):
         yield from kind.rules(config)
     reference = config.learner.loss.kl_reference

@@ -300,8 +300,8 @@ class Scene:
     def garbage(self) -> set[str]:
         return {member.decode() for member in self.raw.smembers(self.keys.garbage)}
 
-    def bit(self, place: str, draw: int, task: str = "math") -> int:
-        return int(self.raw.getbit(self.keys.ended(task, place), draw))
+    def bit(self, stage: str, draw: int, task: str = "math") -> int:
+        return int(self.raw.getbit(self.keys.ended(task, stage), draw))
 
     def dump(self) -> dict[str, Any]:
         return dump(self.raw, self.name)

@@ -32,7 +32,7 @@ FEATURES = {  # files of its own, and words that mention it
     "images": (r"producer_workers/images|image_records|vllm/images", r"\bimages?\b|multimodal"),
     "routed experts": (r"expert_gates|routing_replay", r"expert"),
     "sampling mask": (r"sampling_mask|mask_reader", r"sampling_mask|records_masks"),
-    "save and restore": (r"buffer/snapshot/", r"[Ss]napshot(?!_weights|s of them)"),
+    "save and restore": (r"buffer/snapshot/", r"buffer[./]snapshot|Snapshot(Error|Facts|Loader)|\bLOADING\b"),
     "simulate": (r"simulation/|cli/simulate", r"simulat(e|ion)\b"),
 }  # fmt: skip
 

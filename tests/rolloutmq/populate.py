@@ -174,7 +174,10 @@ def forge(scene: Scene, text: str) -> None:
     for worker in client.zrange(keys.workers, 0, -1):
         names = {field.name for field in fields(WorkerRecord)} | {"host", "surprise"}
         # but for those without which it would be silent
-        client.hset(keys.worker(worker.decode()), mapping=dict.fromkeys(names - {"seen_ms"}, text))
+        client.hset(
+            keys.worker(worker.decode()),
+            mapping=dict.fromkeys(names - {"seen_ms"} | {"report"}, text),
+        )
     for gid in client.zrange(keys.dead, 0, -1):
         letter = {"reason": text, "worker": text, "try": 1}
         client.set(keys.dead_letter(gid.decode()), orjson.dumps(letter))

@@ -1,7 +1,7 @@
 -- ends: how groups end, and tasks of which every try fails.
 
 -- Return archived, filtered or dropped; nil if the draw has not ended.
-local function ended_place(bitmaps, draw)
+local function ended_stage(bitmaps, draw)
   for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
     if redis.call('GETBIT', bitmaps[place], draw) == 1 then return place end
   end
@@ -9,7 +9,7 @@ end
 
 -- The answer to a call for a group without a record.
 local function answer_without_record(bitmaps, draw)
-  local stage = ended_place(bitmaps, draw)
+  local stage = ended_stage(bitmaps, draw)
   return stage and {'ENDED', stage} or {'UNKNOWN'}
 end
 

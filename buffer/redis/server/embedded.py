@@ -305,13 +305,10 @@ class EmbeddedServer:
         except FileNotFoundError:
             return None
         except ValueError:  # the disk was full when the server wrote it
-            return self._ask_pid()
-
-    def _ask_pid(self) -> int | None:
-        with suppress(redis.RedisError), self.connect(timeout_s=5.0) as client:
-            # another server may listen at a port
-            return int(client.info("server")["process_id"]) if self.port is None else None
-        return None
+            with suppress(redis.RedisError), self.connect(timeout_s=5.0) as client:
+                # another server may listen at a port
+                return int(client.info("server")["process_id"]) if self.port is None else None
+            return None
 
     def _try_spawn(self, for_readers: bool) -> bool:
         with self._lock() as descriptor:
@@ -322,29 +319,26 @@ class EmbeddedServer:
             # the lock proves that no server uses these files
             (self.folder / "valkey.pid").unlink(missing_ok=True)
             self.socket_path.unlink(missing_ok=True)
-            self._child = self._spawn(descriptor)
+            config = self.folder / "valkey.conf"
+            config.write_text(self._settings(), encoding="utf-8")
+            self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+            binary = str(valkey_binary())
+            self.log_path.touch(mode=0o600)
+            try:
+                with self.log_path.open("ab") as log:
+                    self._child = _Server(
+                        [binary, str(config)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=[descriptor],
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise StoreError(f"cannot start {binary}: {error.strerror}") from error
             # the server writes it, too, but a kill right after the start would not find it
             (self.folder / "valkey.pid").write_text(f"{self._child.pid}\n", encoding="ascii")
             return True
-
-    def _spawn(self, lock: int) -> subprocess.Popen[bytes]:
-        config = self.folder / "valkey.conf"
-        config.write_text(self._settings(), encoding="utf-8")
-        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        binary = str(valkey_binary())
-        self.log_path.touch(mode=0o600)
-        try:
-            with self.log_path.open("ab") as log:
-                return _Server(
-                    [binary, str(config)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[lock],
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise StoreError(f"cannot start {binary}: {error.strerror}") from error
 
     def _settings(self) -> str:
         where = (
@@ -389,24 +383,21 @@ class EmbeddedServer:
             if loading:
                 # it answers, so the deadline for its silence begins again
                 deadline = time.monotonic() + self.deadline_s
-            self._check_starting(deadline)
+            code = self._reap()
+            if code is not None or time.monotonic() > deadline:
+                with self.log_path.open("rb") as log:
+                    log.seek(self._log_start)
+                    lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+                problem = (
+                    f"did not answer within {self.deadline_s:g} s"
+                    if code is None
+                    else f"stopped while starting (exit code {code})"
+                )
+                raise StoreError(
+                    f"the embedded Valkey server {problem}; the end of {self.log_path}:\n"
+                    + "\n".join(f"    {line}" for line in lines)
+                )
             time.sleep(_POLL_S)
-
-    def _check_starting(self, deadline: float) -> None:
-        if (code := self._reap()) is not None:
-            problem = f"stopped while starting (exit code {code})"
-        elif time.monotonic() > deadline:
-            problem = f"did not answer within {self.deadline_s:g} s"
-        else:
-            return
-        log = f"the end of {self.log_path}:\n{self._log_tail()}"
-        raise StoreError(f"the embedded Valkey server {problem}; {log}")
-
-    def _log_tail(self) -> str:
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-_LOG_LINES:])
 
 
 def _quote(path: Path) -> str:

@@ -72,9 +72,9 @@ def test_a_group_that_is_too_old_takes_no_room(trained: Scene) -> None:
     scene.check()
 
 
-@pytest.mark.parametrize(("on_straggler", "place"), [("drop", "dropped"), ("retry", "pool")])
+@pytest.mark.parametrize(("on_straggler", "stage"), [("drop", "dropped"), ("retry", "pool")])
 def test_an_ended_group_goes_where_the_settings_send_it(
-    trained: Scene, on_straggler: str, place: str
+    trained: Scene, on_straggler: str, stage: str
 ) -> None:
     scene = trained
     scene.run.set(parse_settings(LiveSettings, [f"on_straggler={on_straggler}"]))
@@ -85,7 +85,7 @@ def test_an_ended_group_goes_where_the_settings_send_it(
     assert job.gid == begun.gid
     train(scene, 1, 2)
     for _ in range(2):  # a call whose reply was lost is repeated
-        assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == place
+        assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == stage
     assert [gid for gid, _ in scene.pool("expired")] == (
         [job.gid] if on_straggler == "retry" else []
     )

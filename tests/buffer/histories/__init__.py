@@ -5,7 +5,7 @@ After each move, server and model are compared: totals and bytes, all lines, poo
 scores), leases and dead letters; at the end every group, its tokens and tries, every batch, every
 payload that stays. A broken invariant is seen by:
 
-    I1   one place             totals and lines after each move; fsck and `places` of each group at the end
+    I1   one stage             totals and lines after each move; fsck and `stages` of each group at the end
     I2   one owner             submit, release, heartbeat and reads of jobs that were lost: `submit_again`, `pick`
     I3   no prompt twice       enqueue's cursor; `enqueue_behind_the_cursor`, `producer_dies_before_it_enqueues`, `lose`
     I4   all or nothing        `take`, strict or not, of two tasks, one of them short

@@ -22,7 +22,7 @@ class FolderMoves(ServerMoves, SettingsMoves):
             name = f"{self.scene.name}-copy" if is_copied else None
             self.move_to(Run.restore(self.scene.store, Path(folder, "run"), name=name))
         for group in running:
-            group.place = "waiting"
+            group.stage = "waiting"
             group.lane = "resume"
             group.token = ""
             group.tries = group.tries - 1
@@ -55,4 +55,4 @@ class FolderMoves(ServerMoves, SettingsMoves):
             imported = self.scene.run.import_groups(path)
         came = [self.come_in(task, "completed", list(group.made_by)) for group in chosen]
         assert imported.groups == len(chosen)
-        assert imported.too_old == sum(group.place != "completed" for group in came)
+        assert imported.too_old == sum(group.stage != "completed" for group in came)

@@ -22,7 +22,7 @@ class JanitorMoves(WorkerMoves):
         swept = self.scene.run.janitor.sweep()
         for group in held:
             self.take_back(group)
-        buried = sum(group.place == "dead" for group in held)
+        buried = sum(group.stage == "dead" for group in held)
         assert (swept.reaped, swept.buried) == (len(held) - buried, buried)
         self.forget()
         assert swept.expired == self.expire(*TASKS) + self.expire_waiting()

@@ -19,7 +19,7 @@ WORKERS = ("w0", "w1")
 THRESHOLD = 2
 MAX_TRIES = 2
 TAIL_TRIES = 2
-PLACES = (
+STAGES = (
     "waiting",
     "running",
     "completed",
@@ -42,7 +42,7 @@ class Group:
     """What the model knows of one group. `made_by`: the weights of its tokens that count."""
 
     gid: str
-    place: str = "waiting"
+    stage: str = "waiting"
     lane: str = "fresh"
     token: str = ""
     owner: str = ""
@@ -147,8 +147,8 @@ class Model:
     def held(self) -> int:
         return sum(map(self.held_bytes, self.groups.values()))
 
-    def at(self, place: str, task: str | None = None) -> list[Group]:
-        return [g for g in self.groups.values() if g.place == place and task in (None, g.task)]
+    def at(self, stage: str, task: str | None = None) -> list[Group]:
+        return [g for g in self.groups.values() if g.stage == stage and task in (None, g.task)]
 
     def version(self, group: Group) -> float:
         """M as it counts: no later than any fork after the lineage that made the tokens."""
@@ -178,9 +178,9 @@ class Model:
         later = self.forks[names.index(made.lineage) + 1 :] if made.lineage in names else self.forks
         return min([made.version, *(step for _, step in later)])
 
-    def pooled(self, place: str, task: str) -> list[Group]:
+    def pooled(self, stage: str, task: str) -> list[Group]:
         """A pool in its order."""
-        return sorted(self.at(place, task), key=lambda g: (self.score(g), g.arrival))
+        return sorted(self.at(stage, task), key=lambda g: (self.score(g), g.arrival))
 
     def fresh(self, task: str) -> list[Group]:
         """The completed groups that the next step may use, in order."""
@@ -200,7 +200,7 @@ class Model:
         return fresh
 
     def room(self, task: str, target: int) -> int:
-        begun = [g for place in ("waiting", "running") for g in self.at(place, task)]
+        begun = [g for stage in ("waiting", "running") for g in self.at(stage, task)]
         busy = len([g for g in begun if not self.is_expiring(g)]) + len(self.fresh(task))
         return max(0, target - self.tasks[task].consumed - busy)
 
@@ -217,13 +217,13 @@ class Model:
     def wait_or_die(self, group: Group) -> None:
         """A try was used up."""
         alive = group.tries < self.max_tries
-        group.place, group.lane, group.token = "waiting" if alive else "dead", "resume", ""
+        group.stage, group.lane, group.token = "waiting" if alive else "dead", "resume", ""
 
     def expire(self, *tasks: str) -> int:
         """What the next step may not use starts again, or is dropped; how many groups."""
         cut = self.taken + 1 - self.threshold
         pooled = [
-            g for task in tasks for place in ("completed", "aborted") for g in self.at(place, task)
+            g for task in tasks for stage in ("completed", "aborted") for g in self.at(stage, task)
         ]
         return self._expire([group for group in pooled if self.score(group) < cut])
 
@@ -247,18 +247,18 @@ class Model:
             group.made_by and self.score(group) == cut
             for task in tasks
             if self.at("running", task)
-            for place in ("waiting", "running")
-            for group in self.at(place, task)
+            for stage in ("waiting", "running")
+            for group in self.at(stage, task)
         )
 
     def _expire(self, old: list[Group]) -> int:
         for group in old:
-            group.place = "expired" if self.on_straggler == "retry" else "dropped"
+            group.stage = "expired" if self.on_straggler == "retry" else "dropped"
             group.made_by, group.result = [], "init"
         return len(old)
 
     def readable(self, group: Group) -> bool:
-        return group.place not in ("archived", "filtered", "dropped")
+        return group.stage not in ("archived", "filtered", "dropped")
 
     def held_bytes(self, group: Group) -> int:
         """I12: the prompt until the group ends, and the result until it ends or starts again from
@@ -278,7 +278,7 @@ class Model:
         step = min(self.leaving)
         if self.leaving[step]:
             group = self.groups[self.leaving[step].pop(0)]
-            group.place = "archived"
+            group.stage = "archived"
             group.kept_in = step
         if not self.leaving[step]:
             del self.leaving[step]

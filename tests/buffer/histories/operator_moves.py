@@ -14,7 +14,7 @@ class OperatorMoves(World):
         group = self.some_group(which)
         if group is None:
             return
-        before = group.place
+        before = group.stage
         if before not in ("waiting", "dead", "completed", "aborted", "expired"):
             with pytest.raises(GroupHeld):
                 self.scene.run.jobs.requeue(group.gid)
@@ -22,7 +22,7 @@ class OperatorMoves(World):
         assert self.scene.run.jobs.requeue(group.gid) == before
         if before == "waiting":
             return
-        group.place = "waiting"
+        group.stage = "waiting"
         group.lane = "resume"
         group.token = ""
         group.tries = 0
@@ -32,24 +32,24 @@ class OperatorMoves(World):
 
     def delete(self, task: str, staleness: int) -> None:
         """End what a question finds in the pools."""
-        pooled = [group for place in POOLS for group in self.at(place, task) if group.made_by]
+        pooled = [group for stage in POOLS for group in self.at(stage, task) if group.made_by]
         found = [group for group in pooled if self.taken - self.version(group) >= staleness]
         assert self.scene.run.delete({"task": task, "staleness": {"$gte": staleness}}) == len(found)
         for group in found:
-            group.place = "dropped"
+            group.stage = "dropped"
             group.result = ""
 
     def drop(self, which: int, by_name: bool) -> None:
         group = self.some_group(which)
         if group is None:
             return
-        before = group.place
+        before = group.stage
         revoke = group.owner if by_name else ""
         if before in ("taken", "archived", "filtered") or (before == "running" and not by_name):
             with pytest.raises(GroupHeld):
                 self.scene.run.jobs.drop(group.gid, revoke=revoke)
             return
         assert self.scene.run.jobs.drop(group.gid, revoke=revoke) == before
-        group.place = "dropped"
+        group.stage = "dropped"
         group.token = ""
         group.result = ""

@@ -54,7 +54,7 @@ class ProducerMoves(World):
             self.scene.producer, task, status, target, limit=limit
         ) == len(chosen)
         for group in chosen:
-            group.place = "waiting"
+            group.stage = "waiting"
             group.lane = "resume"
             group.token = ""
 
@@ -66,9 +66,9 @@ class ProducerMoves(World):
             with pytest.raises(MemoryFull):
                 self.scene.run.buffer.put(task, [[state]])
             return
-        ((gid, place),) = self.scene.run.buffer.put(task, [[state]]).items()
+        ((gid, stage),) = self.scene.run.buffer.put(task, [[state]]).items()
         group = self.come_in(task, status, [made])
-        assert (gid, place) == (group.gid, group.place)
+        assert (gid, stage) == (group.gid, group.stage)
 
     def come_in(self, task: str, status: str, made_by: list[PolicyVersion]) -> Group:
         """What is in by now, under the next draw of those from outside."""
@@ -76,11 +76,11 @@ class ProducerMoves(World):
         self.outside[task] += 1
         group = self.groups[gid] = Group(gid, status, made_by=made_by)
         if self.score(group) < self.taken + 1 - self.threshold or status == "expired":
-            group.place, group.made_by = (
+            group.stage, group.made_by = (
                 "expired" if self.on_straggler == "retry" else "dropped",
                 [],
             )
-        if group.place != "dropped":
+        if group.stage != "dropped":
             self.arrive(group)
             group.result = self.newest(group).token
             group.prompt_bytes = self.stored_bytes(gid, "init")
@@ -94,10 +94,10 @@ class ProducerMoves(World):
             return
         made = PolicyVersion(self.forks[-1][0], max(0, self.taken - age))
         states = [rollout(Status(status), made)]
-        if group.place not in ("completed", "aborted", "expired"):
+        if group.stage not in ("completed", "aborted", "expired"):
             with pytest.raises(GroupHeld):
                 self.scene.run.buffer.update(group.gid, states)
             return
         self.scene.run.buffer.update(group.gid, states)
-        group.place, group.made_by, group.result = status, [made], self.newest(group).token
+        group.stage, group.made_by, group.result = status, [made], self.newest(group).token
         group.result_bytes = self.stored_bytes(group.gid, group.result)

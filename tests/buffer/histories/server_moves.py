@@ -172,7 +172,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         for step in steps:
             for gid in self.batches.pop(step).gids:
                 group = self.groups[gid]
-                group.place = "completed"
+                group.stage = "completed"
                 self.tasks[group.task].consumed -= 1
         self.taken -= len(steps)
         return len(steps)
@@ -209,7 +209,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
             token = entry.payload.token
             if group.result != token:
                 group.unstamped = token, entry.version
-            group.place = "taken"
+            group.stage = "taken"
             group.token = group.lane = ""
             group.result = token
             group.made_by = list(self.made[entry.gid, token])
@@ -234,7 +234,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
                 self.groups[lost] = Group(lost, "dropped")
             self.outside[task] = max(self.outside[task], draw - IMPORTED_FROM + 1)
             group = self.groups.setdefault(gid, Group(gid))
-            group.place = "archived"
+            group.stage = "archived"
             group.token = ""
 
 

@@ -55,7 +55,7 @@ class TrainerMoves(World):
             assert len(self.scene.run.buffer.read(entry.payload).states[0].response_ids) == 2 * len(
                 group.made_by
             )
-            group.place = "taken"
+            group.stage = "taken"
             self.tasks[group.task].consumed += 1
         self.taken, self.batches[step], self.thresholds[step] = step, answer, self.threshold
         self.masks[step] = self.masks_of(answer)
@@ -122,10 +122,10 @@ class TrainerMoves(World):
         gids = [gid for gid in manifest.gids if gid != bad.gid]
         if ready:
             gids.insert(manifest.gids.index(bad.gid), ready[0].gid)
-            ready[0].place = "taken"
+            ready[0].stage = "taken"
         else:
             self.tasks[bad.task].consumed -= 1
-        bad.place = "dead"
+        bad.stage = "dead"
         bad.token = ""
         self.batches[step] = ledger.quarantine(nonce, step, entry, "bad")
         assert self.batches[step].gids == gids
@@ -155,7 +155,7 @@ class TrainerMoves(World):
             left += places - len(ready)
             self.tasks[task].consumed += len(ready)
             for group in ready:
-                group.place = "taken"
+                group.stage = "taken"
         ledger = self.scene.run.ledger
         nonce = self.scene.trainer
         assert isinstance(ledger.refill(nonce, step), NotReady) == (left > 0)

@@ -54,8 +54,8 @@ class WorkerMoves(World):
     def begin(self, worker: str, jobs: list[Job]) -> None:
         for job in jobs:
             group = self.groups[job.gid]
-            assert (group.place, group.result) == ("waiting", job.payload.token)
-            group.place = "running"
+            assert (group.stage, group.result) == ("waiting", job.payload.token)
+            group.stage = "running"
             group.token = job.token
             group.owner = worker
             group.tries = group.tries + 1
@@ -71,7 +71,7 @@ class WorkerMoves(World):
 
     def owns(self, job: Job) -> bool:
         group = self.groups[job.gid]
-        return (group.place, group.token) == ("running", job.token)
+        return (group.stage, group.token) == ("running", job.token)
 
     def heartbeat(self, worker: str) -> None:
         lost = [job.gid for job in self.jobs[worker] if not self.owns(job)]
@@ -156,7 +156,7 @@ class WorkerMoves(World):
         self.scene.submit(
             job, made, status=status, filtered=is_filtered, worker=worker, begun=begun
         )
-        group.made_by, group.place, group.result = [*group.made_by, made], outcome, job.token
+        group.made_by, group.stage, group.result = [*group.made_by, made], outcome, job.token
         group.result_bytes = self.stored_bytes(job.gid, job.token)
         group.tries = group.best = 0
         group.aborts += outcome == "aborted"
@@ -200,12 +200,12 @@ class WorkerMoves(World):
         if kind == "aborted":
             group.aborts += 1
             # interrupted too often, and without tokens to lose: it waits for the tail batch
-            group.place = (
+            group.stage = (
                 "expired" if group.aborts >= TAIL_TRIES and group.result == "init" else "aborted"
             )
             self.arrive(group)
         else:
-            group.place = "waiting"
+            group.stage = "waiting"
             group.lane = "resume"
 
     def keep_responses(self, worker: str, which: int) -> None:
@@ -222,10 +222,10 @@ class WorkerMoves(World):
         made = self.engines[worker]
         result = extend(self.scene.run.buffer.read(job.prompt), Status.FAILED, made)
         if self.scene.run.dead_letters.keep_responses(job, result):
-            assert group.place == "dead"
+            assert group.stage == "dead"
             group.made_by, group.result = [made], job.token
             group.result_bytes = self.stored_bytes(job.gid, job.token)
-        elif group.place == "dead":
+        elif group.stage == "dead":
             assert self.scene.run.limits.low_bytes
             group.released = ""
 

@@ -14,7 +14,7 @@ from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
     LEASE_MS,
     MAX_TRIES,
-    PLACES,
+    STAGES,
     TAIL_TRIES,
     TASKS,
     THRESHOLD,
@@ -71,7 +71,7 @@ class World(Model):
         self.moved[move] += self.store.replies.total() > calls
         self.store.repeats = ()
         self.check_totals()
-        self.check_places()
+        self.check_stages()
 
     def totals(self) -> dict[str, dict[str, int]]:
         audit = self.scene.run.account.totals()
@@ -86,11 +86,11 @@ class World(Model):
         return sum(self.scene.raw.strlen(chunk) for chunk in chunks)
 
     def check_totals(self) -> None:
-        for task, places in self.totals().items():
-            assert {p: places[p] for p in PLACES} == {p: len(self.at(p, task)) for p in PLACES}
+        for task, stages in self.totals().items():
+            assert {p: stages[p] for p in STAGES} == {p: len(self.at(p, task)) for p in STAGES}
         assert self.scene.run.memory.count().held == self.held()
 
-    def check_places(self) -> None:
+    def check_stages(self) -> None:
         """Who is in which line, pool (in order, with its score) and set of leases."""
         raw = self.scene.raw.pipeline(transaction=False)
         keys = self.scene.keys
@@ -124,15 +124,15 @@ class World(Model):
 
     def check_everything(self) -> None:
         self.scene.check()
-        places = {"completed": "pool", "aborted": "pool", "expired": "pool"}
+        stages = {"completed": "pool", "aborted": "pool", "expired": "pool"}
         for group in self.groups.values():
             task = group.task
             draw = int(group.gid[-10:])
             assert self.scene.run.account.stages(task, draw) == [
-                places.get(group.place, group.place)
+                stages.get(group.stage, group.stage)
             ]
             assert bool(self.scene.raw.exists(self.scene.keys.dead_letter(group.gid))) == (
-                group.place == "dead"
+                group.stage == "dead"
             )
             if self.readable(group):
                 assert int(self.scene.record(group.gid)["tries"]) == group.tries, group

@@ -143,8 +143,8 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     scene.run.jobs.release("w0", dead, "failed")
     scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000, limit=1)
     moment = trainer.now()
-    places = [stage(scene, draw) for draw in range(8)]
-    assert places == [
+    stages = [stage(scene, draw) for draw in range(8)]
+    assert stages == [
         ["pool"],
         ["pool"],
         ["waiting"],
@@ -166,7 +166,7 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     assert (opening.recovery.changed, opening.recovery.lost) == (10, 5)
     assert [stage(scene, draw) for draw in (*range(8), 9, 12)] == [["archived"]] * 10
     assert [stage(scene, draw) for draw in (8, 10, 11, 13)] == [[]] * 4
-    assert scene.run.account.totals().tasks[0].stages == dict.fromkeys(places_of(scene), 0) | {
+    assert scene.run.account.totals().tasks[0].stages == dict.fromkeys(stages_of(scene), 0) | {
         "archived": 10
     }
     assert list(scene.beat([running]).lost) == [running]
@@ -183,7 +183,7 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     assert pinned == {scene.keys.payload(gid, "init") for gid in gids(8, 10, 11, 13)}
 
 
-def places_of(scene: Scene) -> dict[str, int]:
+def stages_of(scene: Scene) -> dict[str, int]:
     return scene.run.account.totals().tasks[0].stages
 
 

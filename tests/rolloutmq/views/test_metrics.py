@@ -15,7 +15,13 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
+from buffer.control.worker_record import (
+    NUMBERS,
+    PAUSE_BOUNDS_S,
+    HeartbeatReport,
+    Histogram,
+    WorkerState,
+)
 from buffer.errors import ConfigError, Fenced
 from buffer.failure_text import join_text, trace_text
 from buffer.ids import new_nonce
@@ -23,8 +29,8 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from rolloutmq.http_endpoint import MetricsEndpoint
 from rolloutmq.views.prometheus import RunCollector, serve_process
-from tests.rolloutmq.conftest import Command
-from tests.rolloutmq.populate import Scene
+from tests.rolloutmq.conftest import Command, json_of
+from tests.rolloutmq.populate import WEIGHTS, Scene
 from tests.waits import DEADLINE_S, until
 
 
@@ -89,6 +95,22 @@ def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -
     assert found["rolloutmq_payload_bytes",] > 0
     assert found["rolloutmq_account_faults",] == 0
     assert found["rolloutmq_up",] == 1
+
+
+def test_every_number_of_a_heartbeat_is_shown_by_its_row(
+    scene: Scene, endpoint: MetricsEndpoint, command: Command
+) -> None:
+    numbers = {name: n for n, name in enumerate(NUMBERS, start=21)}
+    pulse = HeartbeatReport(1, WEIGHTS, WorkerState.IDLE, **numbers)  # type: ignore[arg-type]
+    scene.run.fleet.heartbeat("w1", scene.workers["w1"], pulse, [])
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    (shown,) = [row for row in json_of(command("workers", "--json")) if row["id"] == "w1"]
+    printed = command("workers").stdout
+    for name, row in NUMBERS.items():
+        assert shown[name] == numbers[name]
+        metric = f"rolloutmq_{row.metric}" + ("_total" if row.is_counter else "")
+        assert not row.metric or found[metric, "w1"] == numbers[name]
+        assert not (row.table or row.note) or str(numbers[name]) in printed
 
 
 def test_times_of_judges_and_pauses_are_histograms(scene: Scene, endpoint: MetricsEndpoint) -> None:
