@@ -6,6 +6,7 @@ names.
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
 from buffer.errors import NoAnswer, ServiceAway
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 LONGEST_ANSWER = 1 << 20  # bytes that are read, unless a caller expects more
 
 LONGEST_REASON = 300  # bytes of a refusal that are told
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Answer(NamedTuple):

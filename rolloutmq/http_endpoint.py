@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 
 from buffer.errors import ConfigError
-from producer_workers.config.gateway import is_loopback
+from producer_workers.http_client import is_loopback
 
 
 def host_of(header: str) -> str:

@@ -9,7 +9,7 @@ type of its value, which pydantic can check. `AttachedKinds` adds kinds of one s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
@@ -28,6 +28,20 @@ from pydantic_core import CoreSchema, PydanticKnownError
 from buffer.config.assignments import to_strict_json
 from buffer.config.section import Section
 from buffer.imports import attached, load_object
+
+
+class AttachedSection(Section):
+    """A section of a config under the name of an entry point of the group `rolloutmq.sections`."""
+
+    def rules(self, config: Any) -> Iterator[str]:
+        """Yield where it contradicts another section of the config."""
+        yield from ()
+
+    def warnings(self) -> Iterator[str]:
+        yield from ()
+
+    def check(self) -> None:
+        """Raise ConfigError for what this machine lacks, before a worker starts."""
 
 
 @cache

@@ -10,13 +10,24 @@ from itertools import pairwise
 from textwrap import dedent
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from buffer.imports import is_dotted_path
 
 YEAR_S = 31_536_000
 """Longest time that a key of a config accepts: far longer ones overflow the clocks of a process."""
+
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Of a key that is a tuple: where packages attach keys, its section gets no JSON, but a list."""
 
 Count = Annotated[int, Field(le=1_000_000_000)]
 """A number of things or steps; scripts and column types count no further than 2**31."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,6 +25,9 @@ from buffer.wire.sampling_mask import SamplingMask, joined_masks
 
 if TYPE_CHECKING:
     from buffer.wire.rollout import RolloutState
+
+Number = Real | np.bool_
+"""To Python, a bool of numpy is not a number."""
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -123,27 +127,32 @@ class Column:
             state.columns = {**state.columns, self.name: value}
 
     def read(self, value: Any) -> Any:
-        """Return what somebody gave as a value of the column. Raises ValueError."""
-        if not self.named:
+        """Return what somebody gave as a value of the column. Raises ValueError, which names it."""
+        try:
             return self._read(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
+    def _read(self, value: Any) -> Any:
+        if not self.named:
+            return self._numbers(value)
         if not isinstance(value, Mapping) or not all(
             isinstance(name, str) and name.isprintable() and 0 < len(name) <= NAME_LENGTH
             for name in value
         ):
-            raise ValueError(f"{self.name} are by name")
-        return {name: self._read(own) for name, own in value.items()}
+            raise ValueError("values are by name")
+        return {name: self._numbers(own) for name, own in value.items()}
 
-    def _read(self, value: Any) -> Any:
-        array = as_column(value, self.dtype)
+    def _numbers(self, value: Any) -> Any:
+        is_number = self.per == "rollout" and not self.inner
+        if is_number and np.ndim(value):
+            raise ValueError("expected one number for each rollout")
+        array = as_column([value] if is_number else value, self.dtype)
         if self.is_float and not np.isfinite(array).all():
-            raise ValueError(f"{self.name} has a value that is not finite")
+            raise ValueError("a value that is not finite")
         if array.size and (problem := self._out_of_bounds(array.min(), array.max())):
-            raise ValueError(f"{self.name} has {problem}")
-        if self.per == "token" or self.inner:
-            return array
-        if np.ndim(value) or array.size != 1:
-            raise ValueError(f"{self.name} is one number for each rollout")
-        return array.item()
+            raise ValueError(problem)
+        return array.item() if is_number else array
 
     def parts(self, value: Any) -> Mapping[str, Any]:
         """Return a rollout's arrays or numbers by part."""
@@ -208,7 +217,7 @@ class Column:
         if self.per == "rollout":
             names = sorted({part for own in found for part in own})
             return {
-                self.at(part): self._numbers([own.get(part) for own in found]) for part in names
+                self.at(part): self._of_rollouts([own.get(part) for own in found]) for part in names
             }
         names = sorted({part for own in found for part, array in own.items() if len(array)})
         return {
@@ -216,7 +225,7 @@ class Column:
             for part in names
         }
 
-    def _numbers(self, values: Sequence[Any]) -> Array:
+    def _of_rollouts(self, values: Sequence[Any]) -> Array:
         shape = next(np.shape(value) for value in values if value is not None)
         without = np.full(shape, self.absent, self.dtype)
         return np.array([without if value is None else value for value in values], self.dtype)
@@ -304,7 +313,7 @@ class Column:
 
     def is_answer(self, value: Any) -> bool:
         """Return whether a judge's value of this name is the column, and no part of the reward."""
-        return not self.is_large and (self.per == "rollout" or np.ndim(value) > 0 or self.named)
+        return not self.is_large and (self.per == "rollout" or not isinstance(value, Number))
 
     def plain(self, value: Any) -> Any:
         """Return a value as lists and numbers, for JSON and other processes."""
@@ -322,10 +331,7 @@ class Column:
 
     def of_fields(self, *given: Any) -> Any:
         """Return the value that `to_fields` has written. Raises ValueError."""
-        try:
-            return None if given[0] is None else self.read(given[0])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.name}: {error}") from error
+        return None if given[0] is None else self.read(given[0])
 
     def widened(self, array: Array | None, shape: tuple[int, ...]) -> Array:
         """Return a group's array in a shape that fits all groups of a batch."""
@@ -404,7 +410,7 @@ class RowsColumn(LargeColumn):
             return Layout(np.dtype(self.dtype), 1 + self.inner, "")
         return Layout(np.dtype("u1"), 1, "rollout") if part == "of" else None
 
-    def read(self, value: Any) -> Any:
+    def _read(self, value: Any) -> Any:
         return value if isinstance(value, str) else as_column(value, self.dtype)
 
     def _problem(self, value: Any, state: RolloutState) -> str:
@@ -504,9 +510,9 @@ class RaggedColumn(LargeColumn):
             return Layout(np.dtype(self.dtype), 1, "", self.holds_ids)
         return Layout(np.dtype("<i4"), 1, "token") if part == "counts" else None
 
-    def read(self, value: Any) -> Any:
+    def _read(self, value: Any) -> Any:
         if not isinstance(value, str | SamplingMask):
-            raise ValueError(f"{self.name} is no SamplingMask")
+            raise ValueError("not a SamplingMask")
         return value
 
     def _problem(self, value: Any, state: RolloutState) -> str:

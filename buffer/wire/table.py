@@ -63,8 +63,10 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     files: dict[int, dict[str, str]] = {}
     attached = sorted({name for state in states for name in state.columns})
     for name in (*COLUMNS, *attached):
-        is_own = name in COLUMNS
-        values = [getattr(s, name) if is_own else s.columns.get(name) for s in states]
+        if name in COLUMNS:
+            values = [getattr(state, name) for state in states]
+        else:
+            values = [_attached(name, state) for state in states]
         if any([value is not None for value in values]):
             columns |= known_column(name).joined(values, lengths)
             for n, value in enumerate(values):
@@ -83,6 +85,20 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         columns={},
     )
     return head, {name: column for name, column in columns.items() if column is not None}
+
+
+def _attached(name: str, state: RolloutState) -> Any:
+    """Return a checked value: `columns` is a dict in which anybody may put anything."""
+    column = known_column(name)
+    if (value := state.columns.get(name)) is None:
+        return None
+    try:
+        value = column.read(value)
+    except ValueError as error:
+        raise WireError(str(error)) from error
+    if problem := column.problem(value, state):
+        raise WireError(problem)
+    return value
 
 
 def _finishes(states: Sequence[RolloutState]) -> tuple[list[str], NDArray[np.uint8] | None]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from buffer.config.section import Count, Section
+from buffer.config.section import Count, FromList, Section
 from buffer.imports import is_dotted_path
 
 Outside = Literal["bucket", "renormalise"]
@@ -215,7 +215,7 @@ class LoraConfig(Section):
     """rank of each pair of matrices; at most [engine] max_lora_rank"""
     alpha: float = Field(32.0, gt=0, le=1e6)
     """the product of a pair is multiplied by alpha / rank"""
-    target_modules: tuple[str, ...] = Field(
+    target_modules: Annotated[tuple[str, ...], FromList] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
     """the linear layers that get an adapter, by the last part of their name"""
@@ -247,7 +247,7 @@ class LearnerConfig(Section):
     """
     learning_rate: float = Field(1e-6, gt=0, le=10)
     """step size of AdamW"""
-    betas: tuple[Decay, Decay] = (0.9, 0.98)
+    betas: Annotated[tuple[Decay, Decay], FromList] = (0.9, 0.98)
     """decay rates of AdamW's two moments"""
     weight_decay: float = Field(0.0, ge=0, le=1e3)
     """weight decay of AdamW; norms and biases have none"""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, Field
 
 from buffer.config.run_settings import PolicySection, RunSection, WeightsSection
-from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, FromList, Section
 from buffer.imports import attached, is_dotted_path
 from buffer.limits import Bytes
 from consumer.config.critic import CriticConfig
@@ -97,7 +97,7 @@ class TrainerSection(Section):
     """
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
-    writers: tuple[WriterName, ...] = ()
+    writers: Annotated[tuple[WriterName, ...], FromList] = ()
     """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
     (`pip install '.[tensorboard]'`), wandb (`pip install '.[wandb]'`)
     """

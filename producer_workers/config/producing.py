@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -18,7 +18,6 @@ from buffer.config.run_settings import (
 from buffer.config.section import YEAR_S, Count, Section
 from buffer.limits import Concurrency
 from producer_workers.config.engine import EngineConfig
-from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
 
@@ -32,8 +31,8 @@ class WorkerSection(Section):
     the engine full, controlled by its queue and its KV cache
     """
     agent_loop: str = "single_turn"
-    """how a group is generated: single_turn, multi_turn, tools, gateway, or a class of yours as
-    package.module:Class
+    """how a group is generated: single_turn, multi_turn, tools, gateway or another that a package
+    attaches, or a class of yours as package.module:Class
     """
     tasks: list[str] | None = None
     """the tasks that this worker serves; default: all tasks"""
@@ -95,7 +94,7 @@ class ProducingConfig(Protocol):
     @property
     def judges(self) -> JudgesSection: ...
     @property
-    def gateway(self) -> GatewaySection: ...
+    def attached(self) -> Mapping[str, Any]: ...
     @property
     def model_folder(self) -> Path: ...
     @property

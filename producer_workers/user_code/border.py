@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,7 +18,7 @@ import numpy as np
 from buffer.errors import JudgeError, RolloutMQError, ServiceAway, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
-from buffer.wire.columns import all_columns, column_named
+from buffer.wire.columns import Number, all_columns, column_named
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
@@ -236,8 +235,6 @@ BORDERS: dict[Shape, str] = {
 }
 
 
-Number = Real | np.bool_  # to Python, a bool of numpy is not a number
-
 LARGEST = float(np.finfo(np.float32).max)  # beyond it, a float32 is infinite
 
 TURN_REWARDS = "turn_rewards"  # beside a reward: a number for each turn of the model
@@ -302,7 +299,7 @@ def check_answer(name: str, result: Any, *, has_columns: bool = True) -> dict[st
                 lists[key] = column.plain(column.read(value))
             else:
                 reward[key] = value
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError) as error:
             raise JudgeError(
                 f"judge {name!r} returned {key} = {value!r:.80}: {error}",
                 hint="return one finite number for each response token, as turn_rewards for each "

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import EXTRAS, attached, install_command, is_there, load_object
@@ -126,9 +127,10 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
         for key, name in _packages(config)
         if not is_there(name)
     ]
-    for check in (placement_of, lambda config: config.gateway.tls_context()):
+    sections = [section.check for section in config.attached.values()]
+    for check in (partial(placement_of, config), *sections):
         try:
-            check(config)
+            check()
         except ConfigError as error:
             found.append(error)
     return [*found]

@@ -151,7 +151,7 @@ def judge(
 
     judges: dict[str, str] = {}  # each with its sandbox
     for task in settings.tasks.values():
-        for name in task.judges if task.judging.kind == "rq" else ():
+        for name in task.judges if task.judging.is_elsewhere else ():
             sandbox = task.judging.sandbox
             if not is_url(name) and judges.setdefault(name, sandbox) != sandbox:
                 raise ConfigError(
@@ -214,7 +214,8 @@ async def _work(
     stopped = threading.Event()
     # before the engine, which takes long to load
     check_functions(named_functions(settings, for_judges=False))
-    settings.gateway.tls_context()
+    for section in settings.attached.values():
+        section.check()
 
     async def start() -> Engine:
         # while it holds no groups, it has nothing to clean up; children of the engine end with it

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from buffer.config.attached import Attaching
 from buffer.config.memory_budget import MemorySection, RetentionSection
 from buffer.config.run_settings import (
     LeaseSection,
@@ -32,7 +33,6 @@ from consumer.config.trainer import (
     WandbSection,
 )
 from producer_workers.config.engine import EngineConfig, VllmConfig
-from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks, TaskSection
@@ -87,8 +87,13 @@ class LaunchSection(Section):
         return self.trainer_ranks or gpus
 
 
-class Config(Section):
-    """Every section of a config file, read and checked as a whole by every process of a run."""
+class Config(Attaching):
+    """Every section of a config file, read and checked as a whole by every process of a run.
+
+    One that a package attaches is an `AttachedSection`.
+    """
+
+    attaches = "rolloutmq.sections"
 
     run: RunSection
     redis: RedisSection = RedisSection()
@@ -105,7 +110,6 @@ class Config(Section):
     worker: WorkerSection = WorkerSection()
     producer: ProducerSection = ProducerSection()
     judges: JudgesSection = JudgesSection()
-    gateway: GatewaySection = GatewaySection()
     trainer: TrainerSection = TrainerSection()
     learner: LearnerConfig = LearnerConfig()
     critic: CriticConfig = CriticConfig()
@@ -172,7 +176,9 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
         tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
-        found = [*tasks, *self._late_intervals(), *filter(None, [self.gateway.warning])]
+        found = [*tasks, *self._late_intervals()]
+        for section in self.attached.values():
+            found += section.warnings()
         is_written = "wandb" in self.trainer.writers or self.trainer.loop is not None
         if self.wandb != WandbSection() and not is_written:
             found.append('[wandb] cannot act: set [trainer] writers = ["wandb"]')

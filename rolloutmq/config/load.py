@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from buffer.config.assignments import assign, nested, require_plain, to_strict_json, validate
+from buffer.config.attached import attached_types
 from buffer.config.run_settings import RunSection
 from buffer.errors import ConfigError
 from buffer.imports import search_in
@@ -47,6 +48,7 @@ def inspect_config(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, l
     except ConfigError as error:
         _, *problems = error.message.split("\n  ")
         valid = {"run": RunSection(name="unnamed"), **_valid_sections(tree)}
+        valid |= valid.pop("attached")
         return Config.model_construct(**valid), problems or [error.message]
 
 
@@ -73,13 +75,16 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _valid_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a file that are valid alone; of the tasks, those that are."""
-    found: dict[str, Any] = {"tasks": {}}
+    found: dict[str, Any] = {"tasks": {}, "attached": {}}
     if isinstance(tasks := tree.get("tasks"), dict):
         complete = inherit_held_out(tasks)
         valid = _valid(TypeAdapter(TaskSection), complete)
         # what an evaluation takes from a task with a mistake is no mistake of its own
         wrong = complete.keys() - valid.keys()
         found["tasks"] = {name: task for name, task in valid.items() if task.eval_of not in wrong}
+    for name, adapter in attached_types(Config.attaches).items():
+        if name in tree:
+            found["attached"] |= _valid(adapter, {name: tree[name]})
     for name, field in Config.model_fields.items():
         if name in tree and name != "tasks":
             found.update(_valid(_section(name), {name: tree[name]}))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
-from buffer.config.section import Count, Section
+from buffer.config.section import Count, FromList, Section
 from buffer.imports import attached, load_object
 
 MODELS = "rolloutmq.models"  # entry points
@@ -36,7 +36,7 @@ class TinyModelConfig(Section):
     """standard deviation of the random weights; with the usual 0.02 narrow models learn slowly at
     first
     """
-    phrases: tuple[str, ...] = (
+    phrases: Annotated[tuple[str, ...], FromList] = (
         "State the final answer to the following arithmetic problem: ",
         " + ",
         " - ",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from buffer.redis.store import Store
 from buffer.run.run import Run
-from producer_workers.config.gateway import GatewaySection
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.extensions.gateway.live.loop import LiveAgentLoop
 from rolloutmq.extensions.gateway.live.room import LiveRoom
 from rolloutmq.extensions.gateway.live.secret import Secret
 from rolloutmq.extensions.gateway.live.server import LiveGateway
+from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.session import Session
 from rolloutmq.testing import END, Characters
 from tests.pipeline.talker import Mortal, start_engine

@@ -23,6 +23,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.handle.step_log import read_evaluations
 from rolloutmq.config.load import load_config
+from rolloutmq.extensions.gateway.section import section_of
 from rolloutmq.init.command import TINY, Choices, write_project
 from tests.cluster import adjacent_ports
 from tests.pipeline.site import Site
@@ -144,7 +145,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
 
 def check_ports(site: Site) -> None:
     """Each worker has one port of the range, and all of its sessions have it."""
-    first = load_config(site.config).gateway.port
+    first = section_of(load_config(site.config)).port
     logs = [site.run_dir / "logs" / f"worker-{n}.log" for n in range(2)]
     served = [re.findall(r"at http://127.0.0.1:(\d+)/v1", log.read_text()) for log in logs]
     assert sorted(served) == [[str(first)], [str(first + 1)]]

@@ -52,6 +52,7 @@ from rolloutmq.extensions.gateway.agents import (
     ProgramAgent,
 )
 from rolloutmq.extensions.gateway.kept_turns import Keeper, TurnWriter, with_turns
+from rolloutmq.extensions.gateway.section import section_of
 from rolloutmq.extensions.gateway.segment import Segment, share_prompt
 from rolloutmq.extensions.gateway.server import Gateway
 from rolloutmq.extensions.gateway.session import Session
@@ -120,7 +121,7 @@ class GatewayAgentLoop(AgentLoop):
     def of_worker(
         cls, config: ProducingConfig, run: Run, tasks: Collection[str], **given: Any
     ) -> AgentLoop:
-        return cls(gateway=Gateway.shared(config.gateway), **given)
+        return cls(gateway=Gateway.shared(section_of(config)), **given)
 
     def resume(self, group: RolloutGroup) -> RolloutGroup:
         if not group.turns:

@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from buffer.errors import ConfigError, Fenced, WireError
 from producer_workers.agent_loops.tokenizer import in_thread_of_texts, in_tokenizer_thread
-from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from rolloutmq.extensions.gateway.agent_sessions import AgentSessions
 from rolloutmq.extensions.gateway.agents import BY_HEADER, MODEL
@@ -33,6 +32,7 @@ from rolloutmq.extensions.gateway.dialects.openai_responses import ResponsesRequ
 from rolloutmq.extensions.gateway.dialects.vllm_tokens import GenerateRequest
 from rolloutmq.extensions.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
 from rolloutmq.extensions.gateway.reply import Reply
+from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.session import ContextFull, Session, SessionClosed
 
 log = logging.getLogger("rolloutmq.worker")
@@ -178,8 +178,8 @@ class Gateway:
         port = runner.addresses[0][1]
         self.url = f"{self._section.url(port, socket.gethostname())}/v1"
         log.info("agents reach this worker at %s", self.url)
-        if self._section.warning:
-            log.warning("%s", self._section.warning)
+        for warning in self._section.warnings():
+            log.warning("%s", warning)
         return runner
 
     async def _guest(self, request: web.Request) -> tuple[Guest, Session]:

@@ -24,11 +24,11 @@ from buffer.errors import ConfigError
 from buffer.wire.rollout import Status
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.config.gateway import GatewaySection
 from rolloutmq.config.load import load_config
 from rolloutmq.extensions.gateway import guests, server
 from rolloutmq.extensions.gateway.agent_sessions import AgentSessions
 from rolloutmq.extensions.gateway.agents import AgentTask
+from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.server import Gateway
 from rolloutmq.extensions.gateway.session import Session
 from tests.cluster import adjacent_ports
@@ -472,4 +472,4 @@ def test_a_wrong_address_is_reported_with_its_key(
 def test_an_address_that_others_can_read_along_is_warned_about(
     section: dict[str, Any], is_warned: bool
 ) -> None:
-    assert bool(GatewaySection(**section).warning) == is_warned
+    assert bool([*GatewaySection(**section).warnings()]) == is_warned

@@ -287,3 +287,21 @@ def test_more_groups_than_a_batch_save_no_time_where_the_trainer_waits_for_all(
     assert "saves no time" in warning
     assert load(tmp_path, GOOD, more).warnings() == []
     assert load(tmp_path, GOOD, more, fresh, "strategy.on_straggler=drop").warnings() == []
+
+
+def test_keys_that_are_lists_are_read_beside_an_attached_section(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        GOOD,
+        'trainer.writers=["wandb"]',
+        "learner.betas=[0.5, 0.5]",
+        "tiny_model.phrases=[]",
+        "gateway.port=80",
+        "gateway.ports=8",
+    )
+    assert (config.trainer.writers, config.learner.betas) == (("wandb",), (0.5, 0.5))
+    assert config.attached["gateway"].ports == 8
+    assert "need as many [gateway] ports" in problems(
+        tmp_path, GOOD, "gateway.port=80", "launch.workers=2"
+    )
+    assert "gateway.hosts: unknown" in problems(tmp_path, GOOD, "gateway.hosts=x")

@@ -20,6 +20,7 @@ from rolloutmq.extensions.gateway.live.room import LiveGroup, LiveRoom
 from rolloutmq.extensions.gateway.live.secret import Secret
 from rolloutmq.extensions.gateway.live.server import LiveGateway
 from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
+from rolloutmq.extensions.gateway.section import section_of
 from rolloutmq.extensions.gateway.session_record import SessionRecord
 
 
@@ -59,7 +60,7 @@ class LiveAgentLoop(GatewayAgentLoop):
     def of_worker(
         cls, config: ProducingConfig, run: Run, tasks: Collection[str], **given: Any
     ) -> AgentLoop:
-        section = config.gateway
+        section = section_of(config)
         if section.key_file is None:
             hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
             raise ConfigError("live sessions need a key that opens them", hint=hint)

@@ -23,7 +23,6 @@ from buffer.run.record import read_hash
 from buffer.run.run import Run
 from buffer.wire.foreign_json import read_json
 from buffer.wire.rollout import RolloutState, has_ended
-from producer_workers.config.gateway import GatewaySection
 from rolloutmq.extensions.gateway.agent_rollouts import ended_rollouts
 from rolloutmq.extensions.gateway.agent_sessions import AgentSessions
 from rolloutmq.extensions.gateway.agents import AGENT, AgentTask, Earned
@@ -31,6 +30,7 @@ from rolloutmq.extensions.gateway.dialects.dialect import AgentRequest
 from rolloutmq.extensions.gateway.guests import Guest, Refusal
 from rolloutmq.extensions.gateway.live.room import LiveGroup, LiveRoom, Seat
 from rolloutmq.extensions.gateway.live.secret import SessionName
+from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.server import REPLY, Gateway, body_of, given_keys
 from rolloutmq.extensions.gateway.session_record import SessionRecord, without_record
 

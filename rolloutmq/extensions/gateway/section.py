@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
-from buffer.config.section import YEAR_S, Section
+from buffer.config.attached import AttachedSection
+from buffer.config.section import YEAR_S
 from buffer.errors import ConfigError
+from producer_workers.config.producing import ProducingConfig
+from producer_workers.http_client import is_loopback
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class GatewaySection(Section):
+class GatewaySection(AttachedSection):
     """[gateway]: the address at which a worker serves agents, one port for all of its sessions."""
 
     host: str = Field("127.0.0.1", min_length=1)
@@ -73,16 +69,25 @@ class GatewaySection(Section):
     def scheme(self) -> str:
         return "https" if self.tls_cert else "http"
 
-    @property
-    def warning(self) -> str:
-        """Return a warning about requests that others could read; "" without one."""
+    def rules(self, config: Any) -> Iterator[str]:
+        workers = config.launch.workers
+        if self.port and self.ports < workers:
+            yield (
+                f"[launch] workers = {workers} need as many [gateway] ports: "
+                f"set ports = {workers} or more, or port = 0"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a warning about requests that others could read."""
         is_encrypted = self.tls_cert or (self.public_url or "").startswith("https:")
-        if is_encrypted or is_loopback(self.host):
-            return ""
-        return (
-            f"[gateway] host = {self.host} without TLS: the network between agents and workers can "
-            "read their keys and prompts; set tls_cert and tls_key"
-        )
+        if not is_encrypted and not is_loopback(self.host):
+            yield (
+                f"[gateway] host = {self.host} without TLS: the network between agents and workers "
+                "can read their keys and prompts; set tls_cert and tls_key"
+            )
+
+    def check(self) -> None:
+        self.tls_context()
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Return the context of a server; None without TLS. Raises ConfigError."""
@@ -105,3 +110,12 @@ class GatewaySection(Section):
         given = self.public_url or f"{self.scheme}://{shown}:{port}"
         url = given.replace("{hostname}", hostname).replace("{port}", str(port))
         return url.rstrip("/").removesuffix("/v1")
+
+
+_DEFAULT = GatewaySection()
+
+
+def section_of(config: ProducingConfig) -> GatewaySection:
+    """Return [gateway] of a config, the same object each time."""
+    section: GatewaySection = config.attached.get("gateway", _DEFAULT)
+    return section
