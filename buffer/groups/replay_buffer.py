@@ -247,7 +247,15 @@ class ReplayBuffer:
         try:
             return self.read_many(refs)
         except PayloadMissing:
-            return [group for ref in refs if (group := self._read_if_there(ref)) is not None]
+            found = []
+            for ref in refs:
+                try:
+                    found.append(self.read(ref))
+                except PayloadMissing:
+                    token = self._store.ask("get", "HGET", self._keys.group(ref.gid), "payload")
+                    if token == ref.token.encode():
+                        raise  # the group is still in the pool, and its bytes are lost
+            return found
 
     def peek(self, count: int, task: str, status: PoolStatus = "completed") -> list[ManifestEntry]:
         """Return references to the payloads that `get` would read; a take may choose others."""
@@ -291,16 +299,6 @@ class ReplayBuffer:
     def read_many(self, refs: list[PayloadRef]) -> list[RolloutGroup]:
         """Return the groups of some payloads, in order. Raises PayloadMissing or WireError."""
         return self._payloads.read_each(refs, _decoded)
-
-    def _read_if_there(self, ref: PayloadRef) -> RolloutGroup | None:
-        try:
-            return self.read(ref)
-        except PayloadMissing:
-            record = self._keys.group(ref.gid)
-            token = self._store.ask("get", "HGET", record, "payload")
-            if token == ref.token.encode():
-                raise  # the group is still in the pool, and its bytes are lost
-            return None
 
     def load(
         self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None

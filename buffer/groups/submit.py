@@ -121,7 +121,8 @@ class Submission:
     def arguments(self, result: Result, ref: PayloadRef) -> dict[str, Any]:
         """Return the arguments of `submit.lua` for a result whose bytes are stored at `ref`."""
         group = result.group
-        status = _final_status(result)
+        is_useless = group.status is Status.COMPLETED and result.filtered
+        status = Status.FILTERED if is_useless else group.status
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
         return described(group, status, ref, self._limits) | {
@@ -170,7 +171,7 @@ class Submission:
         calls = zip(commands, answers, strict=True)
         parts = [part for call, reply in calls if isinstance(call, ScriptCall) for part in reply]
         for unit, *reply in zip(in_order, parts[::2], parts[1::2], strict=True):
-            unit.outcome = _outcome(unit.result, reply)
+            unit.outcome = _outcome(unit, reply)
 
 
 def _task_of(unit: Unit) -> str:
@@ -216,17 +217,11 @@ def described(
     }
 
 
-def _final_status(result: Result) -> Status:
-    if result.group.status is Status.COMPLETED and result.filtered:
-        return Status.FILTERED
-    return result.group.status
-
-
-def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
-    job = result.job
+def _outcome(unit: Unit, reply: Sequence[str]) -> SubmitOutcome:
+    job = unit.result.job
     match reply:
         case ["OK", arrival] if arrival:
-            return Stored(_final_status(result), int(arrival))
+            return Stored(Status(unit.arguments["status"]), int(arrival))
         case ["FENCED", _]:
             return fenced(job)
         case ["MISSING", size]:

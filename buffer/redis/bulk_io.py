@@ -148,7 +148,10 @@ def _pieces(start: bytearray, command: Command) -> list[Any]:
     found = []
     small += b"*%d\r\n" % len(command)
     for part in command:
-        pieces = part if isinstance(part, list) else [_as_bytes(part)]
+        if isinstance(part, list):
+            pieces = part
+        else:
+            pieces = [part if isinstance(part, bytes | memoryview) else str(part).encode()]
         small += b"$%d\r\n" % sum(map(len, pieces))
         for piece in pieces:
             if len(piece) < _LARGE_BYTES:
@@ -173,10 +176,6 @@ def _send_pieces(sock: Any, pieces: Sequence[bytes | bytearray | memoryview]) ->
         raise redis.TimeoutError("Timeout writing to socket") from error
     except OSError as error:
         raise redis.ConnectionError(f"Error while writing to socket: {error}") from error
-
-
-def _as_bytes(part: Part) -> bytes | memoryview:
-    return part if isinstance(part, bytes | memoryview) else str(part).encode()
 
 
 class _NotAValue(Exception):
@@ -224,7 +223,11 @@ class _Inbox:
             self._sock.settimeout(timeout)
 
     def payload(self, values: int) -> Parts:
-        """Return the next `values` values joined, or None for each missing one."""
+        """Return the next `values` values joined, or None for each missing one.
+
+        A large payload is moved to a multiple of ALIGNMENT, for which the line before it has room:
+        elsewhere, numpy reads columns in twice the time (measured).
+        """
         self._joined = 0
         missing = 0
         for _ in range(values):
@@ -233,19 +236,14 @@ class _Inbox:
                 missing += 1
             else:
                 self._join(size)
-        return [None] * missing if missing else [self._aligned().toreadonly()]
-
-    def _aligned(self) -> memoryview:
-        """Return the current payload, a large one moved to a multiple of ALIGNMENT.
-
-        The line before it has room. Elsewhere, numpy reads columns in twice the time (measured).
-        """
+        if missing:
+            return [None] * missing
         if self._joined >= _LARGE_BYTES:
             aligned = self._base - self._base % ALIGNMENT
             moved = self._memory[aligned : aligned + self._joined]
             moved[:] = self._memory[self._base : self._base + self._joined]
             self._base = aligned
-        return self._memory[self._base : self._base + self._joined]
+        return [self._memory[self._base : self._base + self._joined].toreadonly()]
 
     def _join(self, size: int) -> None:
         while self._end < self._start + size + 2:

@@ -186,7 +186,18 @@ class BatchTaker:
                 self.delivered.add(groups)
                 return manifest, groups
             known = NOTHING
-            manifest = self._quarantine_all(ledger, manifest, problems)
+            step = manifest.step
+            for entry in [entry for entry in manifest.entries if entry.gid in problems]:
+                reason = problems[entry.gid]
+                log.error(
+                    "group quarantined in step %s: %s", step, reason, extra={"gid": entry.gid}
+                )
+                self.quarantined += 1
+                # bytes that the server lost, in a failover for example, would bar honest workers
+                is_fault = not reason.startswith(PayloadMissing.__name__)
+                manifest = ledger.quarantine(
+                    self._nonce, step, entry, reason, is_workers_fault=is_fault
+                )
 
     def read_whole(
         self,
@@ -212,22 +223,6 @@ class BatchTaker:
             before = filled.open_places
             manifest, groups = self.read(ledger, filled, reader)
         return manifest, groups
-
-    def _quarantine_all(
-        self, ledger: BatchLedger, manifest: Manifest, reasons: Mapping[str, str]
-    ) -> Manifest:
-        """Quarantine groups by gid, each with its reason; return what is left."""
-        step = manifest.step
-        for entry in [entry for entry in manifest.entries if entry.gid in reasons]:
-            reason = reasons[entry.gid]
-            log.error("group quarantined in step %s: %s", step, reason, extra={"gid": entry.gid})
-            self.quarantined += 1
-            # bytes that the server lost, in a failover for example, would bar every honest worker
-            is_fault = not reason.startswith(PayloadMissing.__name__)
-            manifest = ledger.quarantine(
-                self._nonce, step, entry, reason, is_workers_fault=is_fault
-            )
-        return manifest
 
 
 def _free_memory(step: int, options: WaitOptions) -> None:
