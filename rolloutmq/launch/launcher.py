@@ -225,7 +225,7 @@ class Launcher:
             )
             for i, gpus in enumerate(placement.workers)
         ]
-        if any(task.judging.kind == "rq" for task in config.tasks.values()):
+        if any(task.judging.is_elsewhere for task in config.tasks.values()):
             args = ["judge", "--workers", str(config.launch.judge_workers)]
             self._judges = [self._child("judge", args, no_gpu, count("raw_rewards_count"))]
         for child in (self._trainer, self._producer):
