@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import eos_ids
 from producer_workers.images import ImageFolder
-from producer_workers.judges.judge import Judge, call_here, function_rules
+from producer_workers.judges.judge import Judge, judge_call
 from producer_workers.judges.load import (
     HttpJudge,
     is_called_inline,
@@ -53,10 +52,7 @@ from producer_workers.judges.watched_judges import JudgeTimes, WatchedColumns, W
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.user_code.border import BORDERS
 from producer_workers.user_code.decisions import continue_call
-from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.user_function import UserFunction
 from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 
@@ -286,13 +282,8 @@ def _make_filter(
 ) -> Callable[[Sequence[RolloutState]], Awaitable[bool]]:
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
-    call: UserFunction | ProcessFunction
-    if is_called_inline(function, judging, is_safe=spec in FILTERS):
-        call = call_here(what, what, function, "filter", judging.timeout_s)
-    else:
-        is_coroutine = inspect.iscoroutinefunction(function)
-        rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
-        call = ProcessFunction(spec, BORDERS["filter"], rules)
+    path = None if is_called_inline(function, judging, is_safe=spec in FILTERS) else spec
+    call = judge_call(what, what, function, "filter", judging, path=path)
     return judges.watch_filter(what, call, judging.grace_s)
 
 
@@ -303,7 +294,7 @@ def _make_judge(
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
         return None
-    if task.judging.kind != "rq":
+    if not task.judging.is_elsewhere:
         return make_judge(
             task.judge,
             lambda judge: judges.watch(

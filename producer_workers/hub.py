@@ -49,7 +49,10 @@ class Repository(NamedTuple):
         return self._snapshot(is_local=True)
 
     def _snapshot(self, *, is_local: bool) -> Path:
-        hub = _huggingface_hub()
+        what = "a model or a data set of the Hub"
+        hub = import_extra("huggingface_hub", what)
+        for module in ("errors", "utils"):
+            import_extra(f"huggingface_hub.{module}", what)
         if not sys.stderr.isatty():
             hub.utils.disable_progress_bars()
         is_model = self.kind == "model"
@@ -100,17 +103,14 @@ class Repository(NamedTuple):
         cache = hub.constants.HF_HUB_CACHE
         offline = hub.constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set" if offline else f"{hub.constants.ENDPOINT} is not reachable"
+        at = f" at {self.revision}" if self.revision else ""
         return HubError(
             f"there is no folder {self.id} here, the cache {cache} lacks files of {self.kind} "
-            f"{self.id}{self._at}, and {why}",
+            f"{self.id}{at}, and {why}",
             hint=f"on a machine with a network, run `{self.command}`, and copy "
             f"{hub.file_download.repo_folder_name(repo_id=self.id, repo_type=self.kind)} from its "
             f"cache to {cache}",
         )
-
-    @property
-    def _at(self) -> str:
-        return f" at {self.revision}" if self.revision else ""
 
     @property
     def command(self) -> str:
@@ -136,9 +136,3 @@ def model_repository(policy: PolicySection) -> Repository | None:
 
 def is_id(path: Path) -> bool:
     return _ID.fullmatch(str(path)) is not None
-
-
-def _huggingface_hub() -> Any:
-    for module in ("huggingface_hub.errors", "huggingface_hub.utils"):
-        import_extra(module, "a model or a data set of the Hub")
-    return import_extra("huggingface_hub", "a model or a data set of the Hub")

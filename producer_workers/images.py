@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from buffer.errors import RolloutMQError
 from buffer.imports import import_extra
 from buffer.readable import format_size
+from buffer.redis.whole_file import replace_file
 from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 
@@ -144,12 +144,7 @@ class ImageFolder:
         if path.is_file():
             return uri
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with part.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # a file with the name is never written again
-        part.rename(path)
+        replace_file(path, data)
         return uri
 
     def read(self, ref: MediaRef) -> ReadImage:

@@ -65,7 +65,7 @@ def _of_a_task(
     if "python" in task.agent_loop_options.get("tools", ()):
         sandbox = task.agent_loop_options.get("sandbox", BUBBLEWRAP)
         yield NamedFunction(f"tools = python in {sandbox}", partial(check_sandbox, sandbox))
-    if task.judging.kind != "rq" or for_judges:
+    if for_judges or not task.judging.is_elsewhere:
         for judge in task.judges:
             if not is_url(judge):
                 yield NamedFunction(f"judge = {judge}", partial(load_judge, judge, task.judging))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -213,7 +213,10 @@ def _describe(model: type[BaseModel], problem: _Problem) -> str:
         case "union_tag_not_found":
             return f"{tag}: missing; this key is required"
     got = "" if isinstance(problem.got, dict) else f" = {_shorten(problem.got)}"
-    return f"{where}{got}: {mask_url(_expectation(problem.details))}"
+    # "expected a valid integer" for pydantic's "Input should be a valid integer"
+    said = _MESSAGES.get(problem.details["type"], problem.details["msg"])
+    expected = re.sub(r"^Input should be ", "expected ", said.removeprefix("Value error, "))
+    return f"{where}{got}: {mask_url(expected)}"
 
 
 def _dotted(path: Location) -> str:
@@ -232,12 +235,6 @@ def _shorten(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def _expectation(details: ErrorDetails) -> str:
-    """Return "expected a valid integer" for pydantic's "Input should be a valid integer"."""
-    message = _MESSAGES.get(details["type"], details["msg"]).removeprefix("Value error, ")
-    return re.sub(r"^Input should be ", "expected ", message)
-
-
 @cache
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema()
@@ -250,8 +247,15 @@ def _suggest(model: type[BaseModel], location: Location) -> str:
     key = str(last)
     if why := node.get(FIXED, {}).get(key):
         return f"cannot change while a run continues: {why}"
-    kind = _suggest_kind(schema, parents, key)
-    return f"unknown key{kind or _suggest_known(schema, node, key)}"
+    if kind := _suggest_kind(schema, parents, key):
+        return f"unknown key{kind}"
+    known = list(node.get("properties", {}))
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
+        return f"unknown key; did you mean `{close[0]}`?"
+    for name in schema.get("properties", {}):
+        if key in _descend(schema, (name,)).get("properties", {}):
+            return f"unknown key; it belongs in [{name}]"
+    return f"unknown key; known here: {', '.join(known)}" if known else "unknown key"
 
 
 def _suggest_kind(schema: Mapping[str, Any], parents: Location, key: str) -> str:
@@ -269,22 +273,6 @@ def _suggest_kind(schema: Mapping[str, Any], parents: Location, key: str) -> str
                 f"remove it, or replace the section: --set '{where}={{{field}=\"{kind}\"}}'"
             )
     return ""
-
-
-def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str) -> str:
-    known = list(node.get("properties", {}))
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
-        return f"; did you mean `{close[0]}`?"
-    if homes := [
-        name for name, section in _sections(schema) if key in section.get("properties", {})
-    ]:
-        return f"; it belongs in [{homes[0]}]"
-    return f"; known here: {', '.join(known)}" if known else ""
-
-
-def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in schema.get("properties", {}):
-        yield name, _descend(schema, (name,))
 
 
 def _descend(schema: Mapping[str, Any], location: Location) -> dict[str, Any]:

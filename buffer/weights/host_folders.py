@@ -63,23 +63,6 @@ class HostFolders:
                 self.release(folder)
             else:
                 return folder
-        return self._enter(folder, fill)
-
-    def keep_only(self, folder: Path) -> None:
-        for other in [other for other in self._locks if other != folder]:
-            self.release(other)
-
-    def release(self, folder: Path) -> None:
-        """Leave a folder, if it is one of these. The last process that leaves deletes it."""
-        lock = self._locks.pop(folder, None)
-        if lock is not None:
-            _delete_unused(folder, lock)
-
-    def close(self) -> None:
-        for folder in list(self._locks):
-            self.release(folder)
-
-    def _enter(self, folder: Path, fill: Step) -> Path:
         progress = _Progress(folder)
         while True:
             lock = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT, 0o600)
@@ -95,6 +78,20 @@ class HostFolders:
                 log.warning("the process that fetches %s for this host makes no progress", folder)
                 folder = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
             time.sleep(POLL_S)
+
+    def keep_only(self, folder: Path) -> None:
+        for other in [other for other in self._locks if other != folder]:
+            self.release(other)
+
+    def release(self, folder: Path) -> None:
+        """Leave a folder, if it is one of these. The last process that leaves deletes it."""
+        lock = self._locks.pop(folder, None)
+        if lock is not None:
+            _delete_unused(folder, lock)
+
+    def close(self) -> None:
+        for folder in list(self._locks):
+            self.release(folder)
 
 
 class _Progress:

@@ -182,6 +182,11 @@ class JudgingSection(Section):
     rollout keeps its tokens and is judged when its group is claimed again
     """
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether `rolloutmq judge` calls the judge, and not the rollout worker."""
+        return self.kind == "rq"
+
 
 class TaskSection(Attaching):
     """[tasks.<name>]: one kind of problem; a run mixes its training tasks by weight.

@@ -20,7 +20,7 @@ from msgspec import structs
 from buffer.errors import JudgeError, RolloutMQError, WireError
 from buffer.wire.columns import all_columns, column_named
 from buffer.wire.rollout import RolloutState
-from producer_workers.config.task import RUNS_PROGRAMS, JudgingSection, named_judges
+from producer_workers.config.task import JudgingSection
 from producer_workers.user_code.border import (
     BORDERS,
     TURN_REWARDS,
@@ -31,8 +31,6 @@ from producer_workers.user_code.border import (
 )
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction, outcome_of
-
-LIMIT_S: float = JudgingSection().timeout_s
 
 
 class Judge(ABC):
@@ -71,25 +69,28 @@ class Judge(ABC):
 
 
 class FunctionJudge(Judge):
-    """Judges with `function`: in this process, or in those of `call`.
+    """Judges with `function`: in this process, or in processes that import it by `path`.
 
-    `limit_s` limits a call in this process. `is_quick`: it is known to answer in milliseconds.
+    `is_quick`: it is known to answer in milliseconds. `options`: see `judge_call`.
     """
 
     def __init__(
         self,
         name: str,
         function: Callable[..., Any],
-        limit_s: float = LIMIT_S,
+        judging: JudgingSection = JudgingSection(),  # noqa: B008 (frozen)
         *,
-        call: ProcessFunction | None = None,
+        path: str | None = None,
         is_quick: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.sees_group = _sees_group(function)
         shape: Shape = "group" if self.sees_group else "rollout"
-        self._call = call or call_here(f"judge {name!r}", name, function, shape, limit_s)
-        is_plain = call is None and not inspect.iscoroutinefunction(function)
+        self._call = judge_call(
+            f"judge {name!r}", name, function, shape, judging, path=path, options=options
+        )
+        is_plain = path is None and not inspect.iscoroutinefunction(function)
         self.is_quick = is_quick and is_plain and not self.sees_group
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -133,17 +134,6 @@ class BareJudge(Judge):
         return take_columns(self.name, states, self._border.check(self.name, result, states))
 
 
-def process_judge(
-    name: str, function: Callable[..., Any], path: str, judging: JudgingSection
-) -> FunctionJudge:
-    """Return a judge with the function at `path`, in processes of its own."""
-    is_coroutine = inspect.iscoroutinefunction(function)
-    rules = function_rules(f"judge {name!r}", name, judging, is_coroutine=is_coroutine)
-    options = {"sandbox": judging.sandbox} if path == named_judges()[RUNS_PROGRAMS].path else {}
-    border = BORDERS["group" if _sees_group(function) else "rollout"]
-    return FunctionJudge(name, function, call=ProcessFunction(path, border, rules, options))
-
-
 def _sees_group(function: Callable[..., Any]) -> bool:
     try:
         return "states" in inspect.signature(function).parameters
@@ -168,13 +158,24 @@ def function_rules(
     )
 
 
-def call_here(
-    what: str, name: str, function: Callable[..., Any], shape: Shape, limit_s: float
-) -> UserFunction:
-    """Return what calls a judge or a filter in this process; `limit_s` limits each call."""
-    judging = JudgingSection(timeout_s=limit_s)
+def judge_call(
+    what: str,
+    name: str,
+    function: Callable[..., Any],
+    shape: Shape,
+    judging: JudgingSection,
+    *,
+    path: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> UserFunction | ProcessFunction:
+    """Return what calls a judge, or a filter of groups: here, or in processes that import `path`.
+
+    `options`: further arguments of a function in processes.
+    """
     is_coroutine = inspect.iscoroutinefunction(function)
     rules = function_rules(what, name, judging, is_coroutine=is_coroutine)
+    if path is not None:
+        return ProcessFunction(path, BORDERS[shape], rules, options)
     return UserFunction(function, load_border(BORDERS[shape]), rules)
 
 

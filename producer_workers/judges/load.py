@@ -18,7 +18,6 @@ from producer_workers.judges.judge import (
     BareJudge,
     FunctionJudge,
     Judge,
-    process_judge,
     rollout_fields,
     take_columns,
 )
@@ -35,7 +34,7 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> Judge:
     judging = judging or JudgingSection()
     if is_url(spec):
         return HttpJudge(spec, judging)
-    return FunctionJudge(spec, _function(spec, judging), judging.timeout_s)
+    return FunctionJudge(spec, _function(spec, judging), judging)
 
 
 def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
@@ -46,8 +45,10 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
     is_safe = spec in named_judges() and not named_judges()[spec].is_unsafe
     if is_called_inline(function, judging, is_safe=is_safe):
         is_quick = is_safe or is_marked_inline(function)
-        return FunctionJudge(spec, function, judging.timeout_s, is_quick=is_quick)
-    return process_judge(spec, function, _path(spec), judging)
+        return FunctionJudge(spec, function, judging, is_quick=is_quick)
+    is_sandboxed = _path(spec) == named_judges()[RUNS_PROGRAMS].path
+    options = {"sandbox": judging.sandbox} if is_sandboxed else {}
+    return FunctionJudge(spec, function, judging, path=_path(spec), options=options)
 
 
 def load_bare_judge(spec: str, judging: JudgingSection) -> Judge:

@@ -157,12 +157,13 @@ class GroupRunner:
 
     def _end_of(self, job: Job, group: RolloutGroup, known_tokens: int, *, is_kept: bool) -> End:
         is_expiring = job in self._held.expiring
+        # members that are not too old may be kept when the group expires
+        keeps_members = is_expiring and self._run.limits.retries_expired(group.task)
+        keeps_members = keeps_members and bool(group.newest_by_lineage(False))
         match group.status:
             case Status.FAILED:
                 return Release("failed", "\n".join(group.errors))
-            case Status.ABORTED if job in self._held.late or (
-                is_expiring and not self._keeps_members(group)
-            ):
+            case Status.ABORTED if job in self._held.late or (is_expiring and not keeps_members):
                 return self._end_early(job, known_tokens)
             case Status.ABORTED if not len(group.response_ids) and not job.is_begun:
                 return Release("aborted", "paused")
@@ -170,10 +171,6 @@ class GroupRunner:
                 restarted = [state for state in group.states if not has_ended(state)]
                 self._count_lost(job, "expired" if is_expiring else "interrupted", restarted)
         return Submit(group, max(0, len(group.response_ids) - known_tokens), is_kept)
-
-    def _keeps_members(self, group: RolloutGroup) -> bool:
-        """Return whether members that are not too old may be kept when the group expires."""
-        return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     def _end_early(self, job: Job, known_tokens: int) -> Release:
         if job in self._held.late:

@@ -95,15 +95,21 @@ class HeldGroups:
 
     def shares(self) -> dict[Job, float]:
         """Return the share of members that may need the engine; 1 until the payload is read."""
-        shares = {}
-        for job in self.jobs():
-            shares[job] = self.figure(job, _open_share, 1.0)
-        return shares
+
+        def open_share(members: Sequence[RolloutState]) -> float:
+            left = len(members) - sum(map(has_ended, members))
+            return left / len(members) if members else 1.0
+
+        return {job: self.figure(job, open_share, 1.0) for job in self.jobs()}
 
     def judging(self) -> int:
         """Return how many groups only wait for their judges."""
-        sampled = [job for job in [*self.members] if job not in self.submitting]
-        return sum(self.figure(job, _is_sampled, False) for job in sampled)
+
+        def is_sampled(members: Sequence[RolloutState]) -> bool:
+            return bool(members) and all(map(has_ended, members))
+
+        running = [job for job in [*self.members] if job not in self.submitting]
+        return sum(self.figure(job, is_sampled, False) for job in running)
 
     def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
         """Return the oldest weights of each group that has tokens."""
@@ -175,16 +181,6 @@ class HeldGroups:
         self.cancel(late)
 
 
-def _open_share(members: Sequence[RolloutState]) -> float:
-    if not members:
-        return 1.0
-    return (len(members) - sum(map(has_ended, members))) / len(members)
-
-
-def _is_sampled(members: Sequence[RolloutState]) -> bool:
-    return bool(members) and all(map(has_ended, members))
-
-
 def _oldest_weights(
     began: PolicyVersion | None, states: Iterable[RolloutState]
 ) -> PolicyVersion | None:
@@ -216,10 +212,9 @@ class Protection:
         if epoch != self._epoch:
             self._epoch = epoch
             self._ends_s = now_s + self._limits.pause_timeout_s / 2
-        if now_s >= self._ends_s:
-            return set()
-        return {job.gid for job in jobs if self._is_protected(job)}
-
-    def _is_protected(self, job: Job) -> bool:
-        most = self._limits.tail_tries(job.task)
-        return most is not None and job.aborts >= most
+        spared = set[str]()
+        for job in jobs if now_s < self._ends_s else ():
+            most = self._limits.tail_tries(job.task)
+            if most is not None and job.aborts >= most:
+                spared.add(job.gid)
+        return spared

@@ -217,7 +217,7 @@ async def _ask(
     task: TaskSection, states: Sequence[RolloutState]
 ) -> list[dict[str, float] | JudgeError]:
     judging = task.judging
-    if judging.kind == "rq":
+    if judging.is_elsewhere:
         judging = judging.model_copy(update={"kind": "process"})
     judges = WatchedJudges(JudgeTimes())
     judge = make_judge(

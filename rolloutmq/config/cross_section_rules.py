@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
@@ -25,9 +25,6 @@ from consumer.config.trainer import (
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.task import TaskSection, attached_kinds
 from producer_workers.hub import is_id
-
-if TYPE_CHECKING:
-    from rolloutmq.config.config import Config
 
 TaskSections = Mapping[str, TaskSection]
 
@@ -82,7 +79,7 @@ def ahead(policy: PolicySection, task: TaskSection) -> int:
     return min(own, staleness(policy, task))
 
 
-def memory_problem(config: Config, budget: int = 0) -> Iterator[str]:
+def memory_problem(config: Any, budget: int = 0) -> Iterator[str]:
     """Yield why a run cannot be held to `budget` bytes (I12); 0: the budget of the config."""
     sizes = [
         task.group_bytes(config.producer.max_prompt_tokens)
@@ -103,9 +100,7 @@ def memory_problem(config: Config, budget: int = 0) -> Iterator[str]:
         yield problem
 
 
-def context_problems(
-    config: Config, max_model_len: int | None, tasks: Iterable[str]
-) -> Iterator[str]:
+def context_problems(config: Any, max_model_len: int | None, tasks: Iterable[str]) -> Iterator[str]:
     """Yield which of `tasks` may ask for more tokens than the engine's context.
 
     `max_model_len`: None where it is not known.
@@ -235,7 +230,7 @@ def _compared(trainer: TrainerSection) -> int:
     return 2 if trainer.advantages in WITHIN_A_GROUP else 1
 
 
-def _kinds_fit(config: Config) -> Iterator[str]:
+def _kinds_fit(config: Any) -> Iterator[str]:
     for section in (config.engine, *config.attached.values()):
         yield from section.rules(config)
     for kind in attached_kinds(config.tasks):
@@ -246,7 +241,7 @@ def _kinds_fit(config: Config) -> Iterator[str]:
         yield f"[learner.loss] kl_reference = {reference} is no teacher of a task"
 
 
-def _columns_replace_rewards(config: Config) -> Iterator[str]:
+def _columns_replace_rewards(config: Any) -> Iterator[str]:
     """Yield what would train nothing without rewards."""
     for name, task in config.tasks.items():
         if "none" in task.judges and task.eval_of is None and not task.attached:
@@ -267,12 +262,12 @@ def _columns_replace_rewards(config: Config) -> Iterator[str]:
             )
 
 
-def _responses_fit_the_context(config: Config) -> Iterator[str]:
+def _responses_fit_the_context(config: Any) -> Iterator[str]:
     # workers check it again with what their engine reports
     yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
 
 
-def _distributions_are_whole(config: Config) -> Iterator[str]:
+def _distributions_are_whole(config: Any) -> Iterator[str]:
     if config.learner.allow_truncated_sampling:
         return
     for name, task in training(config.tasks).items():
@@ -289,14 +284,14 @@ def _distributions_are_whole(config: Config) -> Iterator[str]:
             )
 
 
-def _evaluations_are_asked_for(config: Config) -> Iterator[str]:
+def _evaluations_are_asked_for(config: Any) -> Iterator[str]:
     if not config.held_out_tasks:
         for key, value in config.evaluation:
             if value != config.evaluation.default_of(key):
                 yield f"[evaluation] {key} cannot act: no task has eval_of, so nothing is evaluated"
 
 
-def _evaluation_is_one_batch(config: Config) -> Iterator[str]:
+def _evaluation_is_one_batch(config: Any) -> Iterator[str]:
     for name, task in config.tasks.items():
         if task.eval_of is None or config.evaluation.groups or not task.dataset.is_generated:
             continue
@@ -313,7 +308,7 @@ def too_many_problems(task: str, problems: int) -> str:
     )
 
 
-_FUNCTIONS: tuple[Callable[[Config], Iterator[str]], ...] = (
+_FUNCTIONS: tuple[Callable[[Any], Iterator[str]], ...] = (
     memory_problem,
     _responses_fit_the_context,
     _distributions_are_whole,

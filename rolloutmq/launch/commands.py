@@ -120,9 +120,9 @@ def create(
     """
     given = list(overrides or [])
     settings = open_config(config, given)
-    from rolloutmq.launch.create import create as create_run
+    from rolloutmq.launch.create import create_and_describe
 
-    facts, lines = create_run(settings, config, given, redis_url, quiet=as_json)
+    facts, lines = create_and_describe(settings, config, given, redis_url, quiet=as_json)
     if as_json:
         emit(facts)
     for line in [] if as_json else lines:

@@ -35,7 +35,7 @@ from rolloutmq.views.setting_view import override_lines
 log = logging.getLogger("rolloutmq.store")
 
 
-def create(
+def create_and_describe(
     config: Config, path: Path, overrides: list[str], redis_url: str | None, *, quiet: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Create the run of `config`, or open it again, and start nothing; return facts, and lines.
@@ -87,7 +87,7 @@ def create(
     ]
 
 
-def make_again(
+def create_again(
     store: Store,
     config: Config,
     model: Path,
@@ -131,7 +131,7 @@ def create_run(
 
     With `regeneration`, clear it on the server first. Without `by_hand`, an existing run keeps its
     settings. `is_done` returns whether a run of that many steps is complete and stays finished.
-    Raises LostRun if the server lacks a run with checkpoints, which only `make_again` creates (I6),
+    Raises LostRun if the server lacks a run with checkpoints, which `create_again` creates (I6),
     RunExists if the name is another folder's, ConfigError if maxmemory is too small or an edited
     config cannot continue the run.
     """

@@ -30,7 +30,7 @@ from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import STOPPED, Child
-from rolloutmq.launch.create import create_run, make_again
+from rolloutmq.launch.create import create_again, create_run
 from rolloutmq.launch.prepare import (
     await_roles,
     check_start,
@@ -160,7 +160,7 @@ class Launcher:
         model = prepare_model(config, self._command)
         if self._regenerate and not is_done(config, last_step(config)):
             wait_s = 2 * config.limits(0).role_timeout_ms / 1000
-            run = make_again(
+            run = create_again(
                 store, config, model, lambda what: say(f"clears   {what}"), wait_s=wait_s
             )
         else:
@@ -225,7 +225,7 @@ class Launcher:
             )
             for i, gpus in enumerate(placement.workers)
         ]
-        if any(task.judging.kind == "rq" for task in config.tasks.values()):
+        if any(task.judging.is_elsewhere for task in config.tasks.values()):
             args = ["judge", "--workers", str(config.launch.judge_workers)]
             self._judges = [self._child("judge", args, no_gpu, count("raw_rewards_count"))]
         for child in (self._trainer, self._producer):

@@ -17,7 +17,7 @@ from buffer.imports import load_object
 from buffer.redis.scripts import role_held
 from buffer.run.open import open_store, own_run, server_url, wait_for_run
 from producer_workers.follow_owner import OWNER
-from rolloutmq.launch.create import create_run, make_again
+from rolloutmq.launch.create import create_again, create_run
 from rolloutmq.observers import observe
 from rolloutmq.views.setting_view import override_lines
 
@@ -60,7 +60,7 @@ def open_run(
         return run, model_dir
     by_hand = OWNER not in os.environ and not _restarts()  # nor restarted by `run`, or torchrun
     if regenerate and not _restarts():
-        run = make_again(store, settings, model_dir, log.warning, take_over=take_over)
+        run = create_again(store, settings, model_dir, log.warning, take_over=take_over)
     else:
         if by_hand and not take_over and (found := own_run(store, settings)):
             # a live trainer refuses this one; the role of a dead one times out

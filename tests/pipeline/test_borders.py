@@ -29,8 +29,9 @@ from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Generation
-from producer_workers.judges.judge import FunctionJudge, call_here
+from producer_workers.judges.judge import FunctionJudge, judge_call
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
@@ -322,7 +323,7 @@ def make_worker(
 ) -> Worker:
     judges = WatchedJudges()
     if function := parts.pop("is_valid_sample", None):
-        call = call_here("filter", "filter", function, "filter", 60.0)
+        call = judge_call("filter", "filter", function, "filter", JudgingSection())
         function = judges.watch_filter("filter", call, 10.0)
     scorer = parts.pop("judge", FunctionJudge("one", lambda **_: 1.0))
     fills = fills_twice(parts)

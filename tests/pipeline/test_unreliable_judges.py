@@ -16,6 +16,7 @@ from buffer.failure_text import cause_of
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker import heartbeat
@@ -97,7 +98,7 @@ async def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_gro
     def all_of_them(*, states: list[RolloutState]) -> list[float]:
         return [score(state) for state in states]
 
-    judge = FunctionJudge("slow", all_of_them if sees_group else one, 0.3)
+    judge = FunctionJudge("slow", all_of_them if sees_group else one, JudgingSection(timeout_s=0.3))
     async with yard.working(yard.worker(judge=judge)):
         await yard.until_stages(dead=1, completed=2)
     gate.set()

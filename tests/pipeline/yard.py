@@ -27,9 +27,10 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.config.producing import WorkerSection
+from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine, _Run
-from producer_workers.judges.judge import FunctionJudge, call_here
+from producer_workers.judges.judge import FunctionJudge, judge_call
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
@@ -264,7 +265,7 @@ class Yard:
         }
         if function := chosen.get("is_valid_sample"):
             what = "is_valid_sample_fn 'test'"
-            call = call_here(what, what, function, "filter", 60.0)
+            call = judge_call(what, what, function, "filter", JudgingSection())
             chosen["is_valid_sample"] = judges.watch_filter(what, call, grace_s)
         loop = options.pop("loop", SingleTurnAgentLoop)(
             judge=judges.watch(judge, grace_s),

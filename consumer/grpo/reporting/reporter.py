@@ -43,6 +43,7 @@ class Reporter(Observer):
         self._buffer = buffer
         self._texts = TokenTexts([model_dir])
         self._log = StepWriter(config.run.folder)
+        self._lineage, self._gids = "", list[str]()  # of the newest batch
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._behind = LogOnce(log, "samples are left out")
