@@ -42,8 +42,7 @@ from buffer.weights.transports import is_url
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
-from consumer.handle.prefetch import Prefetcher
-from consumer.handle.reader import BatchReader
+from consumer.handle.reader import BatchReader, Prefetcher
 from consumer.handle.taker import BatchTaker, Checkpoint, WaitClock, Waiting, WaitOptions
 from consumer.handle.wait_rules import status_of_taken
 

@@ -18,6 +18,7 @@ from rolloutmq.config.load import load_config
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("buffer", "producer_workers", "consumer", "rolloutmq", "docker", "configs", "docs")
 FILES = [
+    # CONTRIBUTING.md adds a command, which test_contributing.py uses
     *(page for page in ROOT.glob("*.md") if page.name != "CONTRIBUTING.md"),
     *(
         file

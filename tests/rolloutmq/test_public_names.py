@@ -22,7 +22,7 @@ NAMES = PUBLIC.split()
 PAGES = sorted(
     path
     for path in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md"), *ROOT.glob("docs/pages/*.md")]
-    if not path.is_relative_to(ROOT / "tests") and path.name != "CONTRIBUTING.md"
+    if not path.is_relative_to(ROOT / "tests")
 )
 
 
