@@ -36,9 +36,8 @@ from buffer.errors import ConfigError, ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.run.run import Run
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
-from buffer.weights.transports import is_url
+from buffer.weights.transports import WeightsReceiver, is_url
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound

@@ -83,16 +83,6 @@ class Policy(TrainedModel):
             readers=self.readers,
             device=place,
         )
-        modules = [self.logits]
-        # the model of the folder: also after a resume, KL is measured to the start
-        self.reference: TargetLogits | None = None
-        if config.loss.has_own_reference:
-            self.reference = self.logits
-            if not self._adapter:
-                self.reference = load_policy(model_dir, config, place, ranks, bf16=self.bf16).eval()
-                self.reference.transform = self.logits.transform
-                self.reference.fp32_logits = self.logits.fp32_logits
-                modules.append(self.reference)
         optimizer = make_optimizer(
             config.optimizer,
             parameters.values(),
@@ -101,7 +91,20 @@ class Policy(TrainedModel):
             weight_decay=config.weight_decay,
             ranks=ranks.size,
         )
-        super().__init__(parameters, optimizer, place, modules)
+        super().__init__(parameters, optimizer, place, [self.logits])
+        self.reference = self._load_reference(model_dir) if config.loss.has_own_reference else None
+
+    def _load_reference(self, model_dir: Path) -> TargetLogits:
+        """Return the folder's model: also after a resume, KL is measured to the start."""
+        if self._adapter:
+            return self.logits
+        reference = load_policy(
+            model_dir, self.config, self.device, self.ranks, bf16=self.bf16
+        ).eval()
+        reference.transform = self.logits.transform
+        reference.fp32_logits = self.logits.fp32_logits
+        self.modules.append(reference)
+        return reference
 
     def score(
         self,
