@@ -171,39 +171,30 @@ class KeyCheck:
         yield from lasting(self._contradictions)
 
     def _contradictions(self) -> Iterator[Damage]:
-        yield from self._of_lineages()
+        keys = self._keys
+        opened = self._read(("HGET", keys.control, "trainer_seen_ms"), "control", "hash")
+        if opened and "lineages" not in self.found:
+            yield Damage(
+                f"{keys.lineages} is gone, and a trainer has opened the run", keys.lineages
+            )
+        for entry in self._read(("LRANGE", keys.lineages, 0, -1), "lineages", "list") or []:
+            if not _LINEAGE.fullmatch(entry.decode(errors="replace")):
+                text = f"{keys.lineages} contains {entry!r}, which is no lineage:step"
+                yield Damage(text, keys.lineages)
         for task in self._tasks:
-            yield from self._of_cursor(task)
-        yield from self._of_workers()
+            mine = self._read(("HGET", keys.cursors, task), "cursors", "hash")
+            copy = self._read(("HGET", keys.progress(task), "cursor"), f"progress:{task}", "hash")
+            if (mine or b"0") != (copy or b"0"):
+                one, other = ((value or b"none").decode(errors="replace") for value in (mine, copy))
+                text = f"{keys.cursors} has {one} for {task}, the account {other}"
+                yield Damage(text, keys.cursors)
+        for worker, each in self.of_kind("worker").items():
+            beats = self._read(("ZSCORE", keys.workers, worker), "workers", "zset")
+            # no pause would wait for it; one that has left since has no record any more
+            if not beats and self._exists(each.key):
+                yield Damage(f"{keys.workers} lacks {worker}, which has a record", keys.workers)
         for ledger in ("train", "eval"):
             yield from self._of_steps(ledger)
-
-    def _of_lineages(self) -> Iterator[Damage]:
-        key = self._keys.lineages
-        was_opened = self._read(("HGET", self._keys.control, "trainer_seen_ms"), "control", "hash")
-        if was_opened and "lineages" not in self.found:
-            yield Damage(f"{key} is gone, and a trainer has opened the run", key)
-        for entry in self._read(("LRANGE", key, 0, -1), "lineages", "list") or []:
-            if not _LINEAGE.fullmatch(entry.decode(errors="replace")):
-                yield Damage(f"{key} contains {entry!r}, which is no lineage:step", key)
-
-    def _of_cursor(self, task: str) -> Iterator[Damage]:
-        keys = self._keys
-        mine = self._read(("HGET", keys.cursors, task), "cursors", "hash")
-        copy = self._read(("HGET", keys.progress(task), "cursor"), f"progress:{task}", "hash")
-        if (mine or b"0") != (copy or b"0"):
-            one, other = ((value or b"none").decode(errors="replace") for value in (mine, copy))
-            text = f"{keys.cursors} has {one} for {task}, the account {other}"
-            yield Damage(text, keys.cursors)
-
-    def _of_workers(self) -> Iterator[Damage]:
-        """Yield the workers with a record but no heartbeat: no pause would wait for them."""
-        key = self._keys.workers
-        for worker, each in self.of_kind("worker").items():
-            beats = self._read(("ZSCORE", key, worker), "workers", "zset")
-            # one that has left since has no record any more
-            if not beats and self._exists(each.key):
-                yield Damage(f"{key} lacks {worker}, which has a record", key)
 
     def _of_steps(self, ledger: str) -> Iterator[Damage]:
         """Yield the steps of a ledger that contradict each other or the manifests."""

@@ -60,7 +60,13 @@ class RecordCheck:
                 advance(self.checked, number)
             index = partial(self._of_index, self._keys.age(task), ["waiting", "running"])
             yield from lasting(index)
-            yield from self._of_arrivals(task)
+            # a number below one that a group has would be given again
+            key = self._keys.progress(task)
+            counted = self._store.send("arrivals", [("HGET", key, "arrivals")])[0] or b"0"
+            if counted.isdigit() and int(counted) < self._last_arrival:
+                text = f"{key} counts {int(counted)} arrivals, a group is number"
+                yield Damage(f"{text} {self._last_arrival}", key)
+            self._last_arrival = 0
         for name in ("train", "eval"):
             yield from self._of_archive(Archive(self._context, name))
 
@@ -187,15 +193,6 @@ class RecordCheck:
         # a rollout may be older than its group by the lag, and after a fork the group may count so
         version = int(record["version"])
         return version - (self._limits.token_lead(task) or 0) <= score <= version
-
-    def _of_arrivals(self, task: str) -> Iterator[Damage]:
-        """Yield a count of arrivals below a number that a group has, which would be given again."""
-        key = self._keys.progress(task)
-        counted = self._store.send("arrivals", [("HGET", key, "arrivals")])[0]
-        if (counted or b"0").isdigit() and int(counted or 0) < self._last_arrival:
-            text = f"{key} counts {int(counted or 0)} arrivals, a group is number"
-            yield Damage(f"{text} {self._last_arrival}", key)
-        self._last_arrival = 0
 
     def strangers(self, task: str) -> Iterator[Damage]:
         """Yield the members of a task's pools and queues whose records are of another stage."""

@@ -9,12 +9,12 @@ removal can be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, islice
-from typing import Any
 
 from buffer.limits import REMOVING
 from buffer.redis.bounds import KEYS_PER_TRIP
+from buffer.redis.bulk_io import send
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
@@ -53,8 +53,11 @@ def _clear(store: Store, patterns: Sequence[str], kept: Collection[bytes], advan
     def walk() -> int:
         removed = 0
         for _, client in store.servers.masters():
-            for names in _slices(client, patterns, kept):
-                count = _remove(client, names)
+            walks = (client.scan_iter(pattern, count=KEYS_PER_TRIP) for pattern in patterns)
+            found = (key for key in chain.from_iterable(walks) if key not in kept)
+            while names := list(islice(found, KEYS_PER_TRIP)):
+                # one by one: in a cluster they lie in different slots
+                count = sum(send(client, [("UNLINK", name) for name in names]))
                 removed += count
                 advance(count)
         return removed
@@ -66,18 +69,3 @@ def _clear(store: Store, patterns: Sequence[str], kept: Collection[bytes], advan
         if not count:
             break
     return total
-
-
-def _slices(client: Any, patterns: Sequence[str], kept: Collection[bytes]) -> Iterator[list[bytes]]:
-    walks = (client.scan_iter(pattern, count=KEYS_PER_TRIP) for pattern in patterns)
-    found = (key for key in chain.from_iterable(walks) if key not in kept)
-    while names := list(islice(found, KEYS_PER_TRIP)):
-        yield names
-
-
-def _remove(client: Any, names: list[bytes]) -> int:
-    # one by one: in a cluster they lie in different slots
-    pipe = client.pipeline(transaction=False)
-    for name in names:
-        pipe.unlink(name)
-    return sum(pipe.execute())

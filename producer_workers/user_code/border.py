@@ -18,7 +18,8 @@ import numpy as np
 from buffer.errors import JudgeError, RolloutMQError, ServiceAway, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
-from buffer.wire.columns import Number, all_columns, column_named
+from buffer.wire.column import Number
+from buffer.wire.columns import all_columns, column_named
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState

@@ -111,40 +111,26 @@ def is_of_role(user: str) -> bool:
 
 def acl_line(run: str, role: str, password: str) -> str:
     """Return one line of an ACL file; it holds a hash of the password, never the password."""
-    secret = hashlib.sha256(password.encode()).hexdigest()
-    rules = [f"user {user_name(run, role)} on #{secret} resetchannels resetkeys -@all", _CONNECTION]
-    keys = Keys(run)
-    chosen = ROLES[role]
-    # the server applies rules in order: these remove everything, the others add to it
-    return " ".join(
-        [*rules, *_rules_of_run(keys, chosen), *_rules_of_rq(keys, chosen), *chosen.more]
-    )
-
-
-def _rules_of_run(keys: Keys, role: Role) -> list[str]:
-    if not role.sees:
-        return []
+    keys, chosen = Keys(run), ROLES[role]
     queue = keys.judge_queue
-    rules = [
-        f"&{keys.control} {_SUBSCRIBE}",
-        f"%R~{keys.prefix}*",
-        # lengths and live judges, for doctor; the jobs themselves hold texts
-        f"%R~rq:queue:{queue} %R~rq:workers:{queue} %R~rq:worker:{queue}:*",
-        _READ,
-    ]
-    rules.append(f"(~{keys.prefix}* +evalsha)")
-    if role.writes:
-        written = " ".join(f"~{keys.prefix}{name}" for name in role.writes)
+    secret = hashlib.sha256(password.encode()).hexdigest()
+    # the server applies rules in order: these remove everything, the others add to it
+    rules = [f"user {user_name(run, role)} on #{secret} resetchannels resetkeys -@all", _CONNECTION]
+    if chosen.sees:
+        rules += [
+            f"&{keys.control} {_SUBSCRIBE}",
+            f"%R~{keys.prefix}*",
+            # lengths and live judges, for doctor; the jobs themselves hold texts
+            f"%R~rq:queue:{queue} %R~rq:workers:{queue} %R~rq:worker:{queue}:*",
+            _READ,
+            f"(~{keys.prefix}* +evalsha)",
+        ]
+    if chosen.writes:
+        written = " ".join(f"~{keys.prefix}{name}" for name in chosen.writes)
         rules.append(f"({written} {_WRITE})")
-    return rules
-
-
-def _rules_of_rq(keys: Keys, role: Role) -> list[str]:
-    if not role.judging:
-        return []
-    names = {"queue": keys.judge_queue, "job": keys.judge_jobs}
-    found = " ".join(f"~{key.format(**names)}" for key in _JUDGE_KEYS)
-    rules = [f"({found} {role.judging})"]
-    if not role.sees:  # the role judge runs rq's workers, which subscribe
-        rules.append(f"&rq:pubsub:{keys.judge_queue}:* {_SUBSCRIBE}")
-    return rules
+    if chosen.judging:
+        found = " ".join(f"~{key.format(queue=queue, job=keys.judge_jobs)}" for key in _JUDGE_KEYS)
+        rules.append(f"({found} {chosen.judging})")
+    if not chosen.sees:  # the role judge runs rq's workers, which subscribe
+        rules.append(f"&rq:pubsub:{queue}:* {_SUBSCRIBE}")
+    return " ".join([*rules, *chosen.more])
