@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from buffer.redis.store import Store as Store
     from buffer.run.run import Run as Run
     from buffer.weights.shared_folder import FolderSender as FolderSender
-    from buffer.wire.columns import Column as Column
+    from buffer.wire.column import Column as Column
     from buffer.wire.group import RolloutGroup as RolloutGroup
     from buffer.wire.rollout import MediaRef as MediaRef
     from buffer.wire.rollout import PolicyVersion as PolicyVersion
@@ -76,7 +76,7 @@ _NAMES = {
     "buffer.groups.replay_buffer": "ReplayBuffer",
     "buffer.run.run": "Run",
     "buffer.weights.shared_folder": "FolderSender",
-    "buffer.wire.columns": "Column",
+    "buffer.wire.column": "Column",
     "buffer.wire.group": "RolloutGroup",
     "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
     "buffer.wire.sampling": "SampleParams",

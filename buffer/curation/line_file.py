@@ -19,7 +19,7 @@ from buffer.curation.rollout_line import COLUMN_FIELDS, FIELDS
 from buffer.errors import ConfigError, DatasetError
 from buffer.imports import install_command
 from buffer.redis.whole_file import sync
-from buffer.wire.columns import Column
+from buffer.wire.column import Column
 
 LINE_BYTES = 256 * 2**20  # a longer line of JSON is refused before it is parsed
 

@@ -31,7 +31,8 @@ from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.wire.columns import LargeColumn, all_columns
+from buffer.wire.columns import all_columns
+from buffer.wire.large_columns import LargeColumn
 from buffer.wire.rollout import RolloutState, Status
 
 log = logging.getLogger("rolloutmq.janitor")

@@ -239,7 +239,8 @@ class Servers:
 
     def url_of(self, key: str) -> str:
         """Return the URL of the server that holds `key`. Raises redis.RedisError."""
-        slots = self._map() if self._slots is None else self._slots
+        slots = self._slots  # read once: another thread may forget them
+        slots = self._map() if slots is None else slots
         url = slots[key_slot(key.encode())] if slots else self._seeds[0]
         if not url:
             raise ConnectionError(f"no node of the cluster serves the slot of {key}")

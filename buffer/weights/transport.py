@@ -1,7 +1,7 @@
 """Types shared by the senders and receivers of weights.
 
 Control carries the address and checksum that a sender returns; the address says to the receiver
-(receiver.py) how the version is fetched.
+(transports.py) how the version is fetched.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.columns import column_named, known_column, parts_of
+from buffer.wire.column import parts_of
+from buffer.wire.columns import column_named, known_column
 from buffer.wire.document import (
     CORE,
     NO_FINISH,

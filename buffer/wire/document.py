@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from buffer.errors import SchemaVersionError, WireError
-from buffer.wire.columns import Layout, column_named
+from buffer.wire.column import Layout
+from buffer.wire.columns import column_named
 from buffer.wire.framing import ALIGNMENT
 from buffer.wire.rollout import MediaRef, Status, ToolCall
 from buffer.wire.sampling import Count, SampleParams, StructuredOutput

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.columns import known_column, parts_of
+from buffer.wire.column import parts_of
+from buffer.wire.columns import known_column
 from buffer.wire.document import (
     STATUSES,
     Columns,

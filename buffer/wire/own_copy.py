@@ -15,7 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import BaseModel
 
-from buffer.wire.columns import COLUMNS, LargeColumn, column_named
+from buffer.wire.columns import COLUMNS, column_named
+from buffer.wire.large_columns import LargeColumn
 from buffer.wire.rollout import RolloutState, Status
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from buffer.errors import WireError
-from buffer.wire.columns import COLUMNS, as_column, known_column
+from buffer.wire.column import as_column
+from buffer.wire.columns import COLUMNS, known_column
 from buffer.wire.sampling import Count, SampleParams
 from buffer.wire.sampling_mask import RecordedMask
 

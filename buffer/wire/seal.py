@@ -10,7 +10,7 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from buffer.wire.columns import read_only
+from buffer.wire.column import read_only
 from buffer.wire.document import Columns, Document, Head, encode_value, read
 from buffer.wire.framing import Data
 

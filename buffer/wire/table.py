@@ -13,7 +13,8 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.columns import COLUMNS, known_column, parts_of, read_only
+from buffer.wire.column import parts_of, read_only
+from buffer.wire.columns import COLUMNS, known_column
 from buffer.wire.document import (
     NO_FINISH,
     STATUSES,

@@ -36,14 +36,12 @@ from buffer.errors import ConfigError, ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.run.run import Run
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
-from buffer.weights.transports import is_url
+from buffer.weights.transports import WeightsReceiver, is_url
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
-from consumer.handle.prefetch import Prefetcher
-from consumer.handle.reader import BatchReader
+from consumer.handle.reader import BatchReader, Prefetcher
 from consumer.handle.taker import BatchTaker, Checkpoint, WaitClock, Waiting, WaitOptions
 from consumer.handle.wait_rules import status_of_taken
 

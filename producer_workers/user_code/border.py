@@ -18,7 +18,8 @@ import numpy as np
 from buffer.errors import JudgeError, RolloutMQError, ServiceAway, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
-from buffer.wire.columns import Number, all_columns, column_named
+from buffer.wire.column import Number
+from buffer.wire.columns import all_columns, column_named
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
@@ -184,6 +185,11 @@ def runs_inline(function: F) -> F:
 
 def is_marked_inline(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, _MARK, False))
+
+
+def is_of_this_project(code: Any) -> bool:
+    """Return whether a function or class is no user's, so that it changes nothing it is given."""
+    return str(code.__module__).partition(".")[0] in ("producer_workers", "rolloutmq")
 
 
 # -- rollouts, as judges and filters get them ---------------------------------

@@ -27,8 +27,8 @@ from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
 from buffer.redis.retry import Backoff
 from buffer.run.run import Run
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.weights.transports import WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, WeightsError
 from producer_workers.worker.inbox import Inbox, Signal

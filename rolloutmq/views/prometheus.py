@@ -18,7 +18,7 @@ from buffer.redis.server.check import read_memory
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from rolloutmq.http_endpoint import MetricsEndpoint
-from rolloutmq.views.numbers import FAMILIES
+from rolloutmq.views.number_rows import FAMILIES
 from rolloutmq.views.run_view import RunView, read_run_view
 
 WINDOW_S = 300.0  # half-life of an observation's weight

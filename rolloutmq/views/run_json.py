@@ -12,7 +12,7 @@ from typing import Any
 from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.explain.shares import shares_of
-from rolloutmq.views.numbers import json_of
+from rolloutmq.views.number_rows import json_of
 from rolloutmq.views.run_view import RunView, TaskView
 
 _RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged")

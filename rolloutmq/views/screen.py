@@ -36,7 +36,7 @@ from rolloutmq.output import (
 )
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.history import History
-from rolloutmq.views.numbers import Note, notes_of
+from rolloutmq.views.number_rows import Note, notes_of
 from rolloutmq.views.run_view import RunView, TaskView, read_run_view
 
 REDRAW_S = 0.5  # between two frames on a terminal

@@ -14,7 +14,7 @@ from buffer.run.run import Run
 from rolloutmq.views.explain.diagnosis import Symptom, diagnose, inspect, worst_first
 from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.history import History
-from rolloutmq.views.numbers import notes_of
+from rolloutmq.views.number_rows import notes_of
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView, read_run_view
 

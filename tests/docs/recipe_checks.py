@@ -20,8 +20,7 @@ from buffer.failure_text import cause_of
 from buffer.redis.server.acl import acl_line
 from buffer.run.settings import LiveSettings
 from buffer.weights.copies import CopySender
-from buffer.weights.receiver import WeightsReceiver
-from buffer.weights.transports import open_versions
+from buffer.weights.transports import WeightsReceiver, open_versions
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
 from consumer.config.learner import LossConfig
 from consumer.grpo.learner.losses import Samples, TokenColumns, load_objective

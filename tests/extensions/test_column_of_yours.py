@@ -20,7 +20,8 @@ from buffer.curation.rollout_line import RolloutLine, group_of, lines_of
 from buffer.errors import ConfigError, GroupChanged, JudgeError, WireError
 from buffer.imports import attached
 from buffer.wire import group_bytes
-from buffer.wire.columns import Column, attached_columns
+from buffer.wire.column import Column
+from buffer.wire.columns import attached_columns
 from buffer.wire.document import layout_of
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json

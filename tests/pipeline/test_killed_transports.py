@@ -14,9 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from buffer.errors import WireError
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights, TransportName
-from buffer.weights.transports import open_sender
+from buffer.weights.transports import WeightsReceiver, open_sender
 from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.weights_process import LINEAGE, save, words
 from tests.pipeline.yard import Yard

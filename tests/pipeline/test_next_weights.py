@@ -13,8 +13,8 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import WeightsRefused
 from buffer.manifest import NotReady
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.weights.transports import WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import wait_rules
 from consumer.handle.rollout_consumer import RolloutConsumer

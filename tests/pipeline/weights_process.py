@@ -22,9 +22,8 @@ from buffer.redis.store import Store
 from buffer.run.run import Run
 from buffer.weights import checksums, delta
 from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights, Save, TransportName
-from buffer.weights.transports import open_sender
+from buffer.weights.transports import WeightsReceiver, open_sender
 from buffer.wire.rollout import PolicyVersion
 
 LINEAGE = "l1"

@@ -129,11 +129,13 @@ class SampleWriter(MetricWriter):
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append one step, whole or not at all. Raises OSError."""
         lines = b"".join(orjson.dumps(sample) + b"\n" for sample in samples)
+        data = igzip.compress(lines, compresslevel=_FAST)
         file = self._file or self._create()
         self._file = None
         start = file.tell()
         try:
-            _write(file, igzip.compress(lines, compresslevel=_FAST))
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
         except OSError:
             # half a member would hide those after it; if this fails, a new file follows
             file.truncate(start)
@@ -152,24 +154,16 @@ class SampleWriter(MetricWriter):
             self._file.close()
 
     def _create(self) -> FileIO:
+        """Delete the oldest files above the limit, and create the next one."""
         files = sample_files(self._run_dir)
-        self._delete_oldest(files)
-        new = SampleFile.named(self._run_dir, files[-1].number + 1 if files else 1, self._next)
-        new.path.parent.mkdir(exist_ok=True)
-        self._steps = 0
-        return new.path.open("xb", buffering=0)
-
-    def _delete_oldest(self, files: Sequence[SampleFile]) -> None:
         sizes = [file.path.stat().st_size for file in files]
         # room for the next file
         excess = sum(sizes) + self._max_bytes // FILES - self._max_bytes
         for file, size in zip(files, sizes, strict=True):
-            if excess <= 0:
-                return
-            file.path.unlink()
-            excess -= size
-
-
-def _write(file: FileIO, data: bytes) -> None:
-    if file.write(data) < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+            if excess > 0:
+                file.path.unlink()
+                excess -= size
+        new = SampleFile.named(self._run_dir, files[-1].number + 1 if files else 1, self._next)
+        new.path.parent.mkdir(exist_ok=True)
+        self._steps = 0
+        return new.path.open("xb", buffering=0)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from buffer.wire.columns import rows_of
+from buffer.wire.large_columns import rows_of
 from buffer.wire.rollout import PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from buffer.wire.sampling_mask import SamplingMask

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.wire.columns import LargeColumn, all_columns, large_columns
+from buffer.wire.columns import all_columns, large_columns
+from buffer.wire.large_columns import LargeColumn
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan
 from producer_workers.engines.base import Generation
 from rolloutmq.extensions.gateway.history import Conversation, Messages

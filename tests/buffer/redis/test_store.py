@@ -13,7 +13,7 @@ import redis
 from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
 from buffer.ids import new_nonce
 from buffer.redis.retry import is_transient
-from buffer.redis.scripts import library
+from buffer.redis.scripts import ScriptCall, library
 from buffer.redis.store import Store
 from buffer.redis.url import open_client
 from buffer.run.run import Run
@@ -89,6 +89,25 @@ def test_every_move_is_made_once_when_its_reply_is_lost(
     assert store.retries >= 12
     store.close()
     proxy.close()
+
+
+def test_commands_and_scripts_are_answered_in_order_as_the_library_answers_them(
+    scene: Scene,
+) -> None:
+    keys = scene.keys
+    counts = ScriptCall("counts", keys.slots(), {}, [keys.slots(task="math")], [None])
+    key = f"{keys.prefix}payload:test"
+    answers = scene.store.send(
+        "test",
+        [("SET", key, b"x" * 10_000), counts, ("HMGET", keys.cursors, "math"), counts, ("TIME",)],
+        durable=True,
+    )
+    seconds, _ = answers.pop()
+    assert answers == [True, ["OK", 0, 0, 0, 0], [None], ["OK", 0, 0, 0, 0]]
+    assert int(seconds) > 1_700_000_000
+    assert scene.store.ask("test", "SMEMBERS", keys.garbage) == set()
+    assert scene.store.ask("test", "HGETALL", keys.cursors) == {}
+    assert scene.store.send("test", []) == []
 
 
 def test_scripts_come_back_by_themselves_when_the_server_forgot_them(scene: Scene) -> None:

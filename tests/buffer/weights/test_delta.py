@@ -17,9 +17,9 @@ from buffer.redis.store import Store
 from buffer.weights import delta
 from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
 from buffer.weights.delta import DeltaSender
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
+from buffer.weights.transports import WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 
 WORDS = 3 * delta.BLOCK_WORDS + 17

@@ -13,9 +13,9 @@ from buffer.errors import PublicationFailed
 from buffer.run.run import Run
 from buffer.weights import delta
 from buffer.weights.folder_manifest import verify
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights, Save
+from buffer.weights.transports import WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.trainer import Trainer

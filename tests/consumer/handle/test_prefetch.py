@@ -9,7 +9,7 @@ import pytest
 from buffer.ids import group_id
 from buffer.run.run import Run
 from buffer.wire import group_bytes
-from consumer.handle.prefetch import Prefetcher
+from consumer.handle.reader import Prefetcher
 from tests.consumer.conftest import Trainers
 from tests.consumer.handle.crew import at_work
 from tests.waits import until

@@ -14,9 +14,8 @@ from pathlib import Path
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.weights.copies import CopySender
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
-from buffer.weights.transports import open_versions
+from buffer.weights.transports import WeightsReceiver, open_versions
 from buffer.wire.rollout import PolicyVersion
 from tests.extensions.bucket.versions import LINEAGE, save
 

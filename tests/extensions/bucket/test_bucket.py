@@ -17,9 +17,8 @@ from buffer.config.run_settings import RunSection, WeightsSection
 from buffer.errors import ConfigError, ModelError, PublicationFailed, WireError
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.copies import CopySender
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
-from buffer.weights.transports import open_sender, open_versions
+from buffer.weights.transports import WeightsReceiver, open_sender, open_versions
 from buffer.wire.rollout import PolicyVersion
 from rolloutmq.extensions.bucket import Bucket
 from tests.extensions.bucket.conftest import Link
