@@ -223,11 +223,6 @@ class TrainingConfig(Protocol):
         """Return the number of GPUs that sample."""
         ...
 
-    @property
-    def has_model(self) -> bool:
-        """Return whether the engine samples from a model, and not from random numbers."""
-        ...
-
     def evaluation_size(self, task: str) -> int:
         """Return the number of problems of one evaluation. Raises ConfigError."""
         ...

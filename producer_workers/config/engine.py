@@ -49,8 +49,6 @@ class EngineSettings(Section):
     """module:name of its class or factory, called with (section, model folder, version)"""
     package: ClassVar[str] = ""
     """the package that the engine needs"""
-    has_model: ClassVar[bool] = True
-    """false: its tokens are made up"""
     loads_model: ClassVar[bool] = True
     """whether it reads the model's folder itself, and with it the length of its context"""
     has_masks: ClassVar[bool] = False
@@ -294,7 +292,6 @@ class SimulatedConfig(EngineSettings):
     """
 
     built_by = "producer_workers.engines.simulated:build"
-    has_model = False
     loads_model = False
 
     kind: Literal["simulated"] = "simulated"

@@ -165,11 +165,6 @@ class Config(Attaching):
         """Return the number of GPUs that sample, as far as the config says."""
         return len(self.launch.worker_gpus or [0])
 
-    @property
-    def has_model(self) -> bool:
-        """Return whether the engine samples from a model, and not from random numbers."""
-        return self.engine.has_model
-
     def problems(self) -> Iterator[str]:
         return rule_violations(self)
 

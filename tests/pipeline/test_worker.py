@@ -20,6 +20,7 @@ from buffer.maintenance import column_files
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run.run import Run
+from consumer.grpo.policy.column_reader import Places
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
@@ -352,13 +353,15 @@ async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_
     masks = MaskReader(VOCABULARY, columns, needed=True)
     assert masks.problem(group) == ""
     responses = np.split(group.response_ids, [6])
-    found = masks.of_tokens(group.values_of("sampling_mask"), responses, torch.device("cpu"))
+    starts, totals = np.array([0, 9]), np.array([9, 7])
+    places = Places(responses, starts, totals, 16, torch.device("cpu"))
+    found = masks.of_rollouts(group.values_of("sampling_mask"), places)
     assert found is not None
     assert (found.counts == VOCABULARY - 1).all()  # min_tokens cuts off the end
     recorded = RecordedExperts(layers=2, top_k=2, experts=8, columns=columns)
     assert recorded.problem(group) == ""
-    table = recorded.of_slots(
-        group.values_of("routed_experts"), np.array([0, 9]), np.array([9, 7]), 16
-    )
+    experts = recorded.of_rollouts(group.values_of("routed_experts"), places)
+    assert experts is not None
+    table = experts.numpy()
     assert table.shape == (16, 2, 2)
     assert np.flatnonzero((table < 0).any((1, 2))).tolist() == [8, 15]

@@ -21,8 +21,8 @@ from buffer.errors import ConfigError
 from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
+from consumer.grpo.policy.column_reader import ColumnReader
 from consumer.grpo.policy.mask_reader import MaskReader
-from consumer.grpo.policy.routing_replay import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -40,26 +40,13 @@ REASONS = (
 )
 
 
-OF_ALL = {
-    "routed_experts": (
-        "no group of the batch has experts that can be replayed: the log has the reasons",
-        "set [engine] routed_experts = true for the workers, or remove [learner] replay_routing",
-    ),
-    "sampling_mask": (
-        "no group of the batch has usable sampling masks: the log has the reasons",
-        "sample by [engine] kind vllm or transformers; let your own agent loop pass "
-        "sampling_mask to state.append; or set [learner] allow_truncated_sampling = true, and the "
-        "ratios are wrong",
-    ),
-    "unread_column": (
-        "the groups of the batch have token columns that the loss does not read: the log names "
-        "them",
-        "docs/pages/loss.md says which [trainer] advantages read token_rewards; teacher_logprobs "
-        "are read by [learner.distillation], others by an advantages or objective function of "
-        "yours; or remove them from the judge's answers",
-    ),
-}
-"""Reasons that are a mistake of the config where all groups of a batch have them: error, hint."""
+UNREAD = (
+    "the groups of the batch have token columns that the loss does not read: the log names them",
+    "docs/pages/loss.md says which [trainer] advantages read token_rewards; teacher_logprobs are "
+    "read by [learner.distillation], others by an advantages or objective function of yours; or "
+    "remove them from the judge's answers",
+)
+"""A mistake of the config where all groups of a batch have such a column: error and hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +92,10 @@ class Filtered:
 class BatchFilter:
     """Excludes the groups and rollouts of a batch that cannot be trained.
 
-    `max_sequence_tokens`: of prompt and response; None: unbounded. `recorded`: the reader of
-    recorded experts, if routing is replayed. `masks`: the reader of sampling masks. `read_columns`:
-    the optional token columns that the loss reads, by name or kind; a group with another is
-    excluded, as its author expects an effect; None: all. `needs_rewards`: exclude groups in which
-    a rollout has no score.
+    `max_sequence_tokens`: of prompt and response; None: unbounded. `readers`: of the large columns
+    that the model needs. `read_columns`: the optional token columns that the loss reads, by name or
+    kind; a group with another is excluded, as its author expects an effect; None: all.
+    `needs_rewards`: exclude groups in which a rollout has no score.
     """
 
     def __init__(
@@ -117,15 +103,13 @@ class BatchFilter:
         max_sequence_tokens: int | None = None,
         *,
         mask_truncated: bool = False,
-        recorded: RecordedExperts | None = None,
-        masks: MaskReader | None = None,
+        readers: Sequence[ColumnReader] = (MaskReader(),),
         read_columns: Set[str] | None = None,
         needs_rewards: bool = True,
     ) -> None:
         self._max_sequence_tokens = max_sequence_tokens
         self._mask_truncated = mask_truncated
-        self._recorded = recorded
-        self._masks = masks or MaskReader()
+        self._readers = readers
         self._read_columns = read_columns
         self._needs_rewards = needs_rewards
 
@@ -148,7 +132,8 @@ class BatchFilter:
             counts.update(masked.values())
             reasons += [masked.get(index, "") for index in range(len(group.lengths))]
             kept.append(group)
-        for reason, (what, hint) in OF_ALL.items():
+        mistakes = {reader.name: reader.mistake for reader in self._readers}
+        for reason, (what, hint) in {**mistakes, "unread_column": UNREAD}.items():
             if groups and counts[reason] == len(groups):
                 raise ConfigError(what, hint=hint)
         return Filtered(kept, dict(counts), reasons)
@@ -186,10 +171,10 @@ class BatchFilter:
             read = self._read_columns
             if comes_alone and read is not None and read.isdisjoint((name, kind)):
                 return "unread_column", f"nothing reads its {name}"
-        if detail := self._recorded.problem(group) if self._recorded else "":
-            return "routed_experts", detail
-        detail = self._masks.problem(group)
-        return ("sampling_mask", detail) if detail else None
+        for reader in self._readers:
+            if detail := reader.problem(group):
+                return reader.name, detail
+        return None
 
     def _mask(self, group: RolloutGroup) -> dict[int, str]:
         """Mask the rollouts of a group that cannot be trained; return their reasons."""

@@ -110,7 +110,7 @@ class TrainController:
         self._distillation = Distillation.of(self._config, teacher_weights or {})
         # before hours of rollouts, where it does not exist
         load_objective(self._config.loss.objective)
-        self._filter = batch_filter or BatchFilter(recorded=policy.recorded, masks=policy.masks)
+        self._filter = batch_filter or BatchFilter(readers=policy.readers)
         # Of the newest batch, as computed: per rollout, or per trained token (by GAE, unscaled).
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
         # Of each rollout of the newest batch: what kept it from a gradient, or FINISHED.
@@ -126,8 +126,7 @@ class TrainController:
         batch_filter = BatchFilter(
             section.max_sequence_tokens,
             mask_truncated=section.mask_truncated,
-            recorded=policy.recorded,
-            masks=policy.masks,
+            readers=policy.readers,
             read_columns=read_columns(section.advantages, config.learner),
             needs_rewards=section.advantages != "none",
         )

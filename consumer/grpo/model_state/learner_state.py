@@ -46,7 +46,7 @@ class TrainedModel:
         self.parameters = parameters
         self.optimizer = optimizer
         self.device = device
-        self.modules = modules
+        self.modules = [*modules]
         self.prefix = prefix
         self.step = 0
         self.is_asleep = False

@@ -117,9 +117,9 @@ def token_logprobs(
             batch.position_ids,
             batch.logit_index,
             batch.targets,
-            batch.experts,
+            batch.recorded.get("routed_experts"),
             batch.other_ids(),
-            batch.sampled_from,
+            batch.recorded.get("sampling_mask"),
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )

@@ -12,6 +12,7 @@ from buffer.errors import WireError
 from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.group import RolloutGroup
 from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
+from consumer.grpo.policy.column_reader import Places
 from consumer.grpo.policy.vocabulary_projection import SampledFrom
 
 MOST_IDS = 2**28  # in a file: 1 GiB
@@ -23,6 +24,14 @@ class MaskReader:
     `columns`: the folder with large masks. `needed`: a trained token that was sampled
     with top_p or top_k needs a set.
     """
+
+    name = "sampling_mask"
+    mistake = (
+        "no group of the batch has usable sampling masks: the log has the reasons",
+        "sample by [engine] kind vllm or transformers; let your own agent loop pass made.columns "
+        "to state.append; or set [learner] allow_truncated_sampling = true, and the ratios are "
+        "wrong",
+    )
 
     def __init__(
         self,
@@ -39,7 +48,7 @@ class MaskReader:
         """Return why the masks of a group cannot be used; "" if they can."""
         end = 0
         rollouts = zip(
-            group.values_of("sampling_mask"), group.samples, group.lengths.tolist(), strict=True
+            group.values_of(self.name), group.samples, group.lengths.tolist(), strict=True
         )
         for index, (recorded, sample, length) in enumerate(rollouts):
             start, end = end, end + length
@@ -54,23 +63,18 @@ class MaskReader:
                 return f"rollout {index} was sampled with {cuts}, and does not say what that left"
         return ""
 
-    def of_tokens(
-        self,
-        masks: Sequence[RecordedMask],
-        responses: Sequence[NDArray[np.int32]],
-        device: torch.device,
-    ) -> SampledFrom | None:
+    def of_rollouts(self, values: Sequence[RecordedMask], places: Places) -> SampledFrom | None:
         """Return what some rollouts were sampled from; None without any restriction.
 
         Raises WireError for a mask that cannot be used.
         """
-        if not any(masks):
+        if not any(values):
             return None
-        pairs = zip(masks, responses, strict=True)
+        pairs = zip(values, places.responses, strict=True)
         joined = joined_masks([(self._read(mask, ids), len(ids)) for mask, ids in pairs])
         if not isinstance(joined, SamplingMask):
             return None
-        columns = (torch.from_numpy(part).to(device) for part in (joined.counts, joined.ids))
+        columns = (torch.from_numpy(part).to(places.device) for part in (joined.counts, joined.ids))
         counts, ids = (column.long() for column in columns)
         return SampledFrom(counts, ids, np.append(0, np.cumsum(joined.counts, dtype=np.int64)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,9 +19,8 @@ from torch import Tensor
 from buffer.errors import ConfigError, WireError
 from buffer.wire.document import layout_of
 from buffer.wire.group import RolloutGroup
+from consumer.grpo.policy.column_reader import ColumnReader, Places
 from consumer.grpo.policy.mask_reader import MaskReader
-from consumer.grpo.policy.routing_replay import RecordedExperts
-from consumer.grpo.policy.vocabulary_projection import SampledFrom
 from consumer.handle.batch import BatchTable, Ints
 
 
@@ -73,9 +72,8 @@ class MicroBatch:
     sample: Tensor  # int64[N]; index into the two columns below
     rollout: Tensor  # int64[S]; index of the rollout in the batch, in order of the groups
     trained_tokens: Tensor  # float32[S]; sum of the sample's mask
-    # int16[R * W, layers, top_k], chosen by the engine; -1: not recorded
-    experts: Tensor | None = None
-    sampled_from: SampledFrom | None = None  # None: every token from the whole vocabulary
+    # what readers made of large columns, by name (`ColumnReader.of_rollouts`)
+    recorded: Mapping[str, Any] = field(default_factory=dict)
     # `RolloutGroup.optional_columns`, [N] or [N, k]
     optional: dict[str, Tensor] = field(default_factory=dict)
     tasks: Sequence[str] = ()  # of the S samples
@@ -122,16 +120,15 @@ class MicroBatches:
         table: BatchTable,
         layouts: list[Layout],
         device: torch.device,
-        recorded: RecordedExperts | None,
-        masks: MaskReader,
+        readers: Sequence[ColumnReader],
     ) -> None:
         self._table = table
         self._layouts = layouts
         self._device = device
-        self._recorded = recorded
-        self._mask_reader = masks
-        self._masks = [mask for g in table.groups for mask in g.values_of("sampling_mask")]
-        self._experts = [e for g in table.groups for e in g.values_of("routed_experts")]
+        self._readers = [
+            (reader, [value for group in table.groups for value in group.values_of(reader.name)])
+            for reader in readers
+        ]
         self._prompts = table.columns("prompt_ids")
         self._responses = table.columns("response_ids")
         names = ("logprobs", "mask", *table.optional_names())
@@ -179,6 +176,9 @@ class MicroBatches:
         chosen = layout.chosen
         parts = {name: self._table.parts(column, chosen) for name, column in self._columns.items()}
         responses = self._table.parts(self._responses, chosen)
+        slots = layout.rows * layout.width
+        totals = self._table.totals[chosen]
+        places = Places(responses, layout.slots, totals, slots, self._device)
         return MicroBatch(
             input_ids=self._moved(self._ids(layout, responses)).long(),
             position_ids=self._moved(self._positions(layout)).long(),
@@ -189,10 +189,10 @@ class MicroBatches:
             sample=self._moved(self._samples(layout)).long(),
             rollout=self._moved(chosen),
             trained_tokens=self._moved(self._table.trained[chosen]).float(),
-            experts=self._slot_experts(layout),
-            sampled_from=self._mask_reader.of_tokens(
-                [self._masks[n] for n in chosen.tolist()], responses, self._device
-            ),
+            recorded={
+                reader.name: reader.of_rollouts([values[n] for n in chosen.tolist()], places)
+                for reader, values in self._readers
+            },
             optional={
                 name: self._moved(np.concatenate(own) if own else self._columns[name][0][:0])
                 for name, own in parts.items()
@@ -244,14 +244,6 @@ class MicroBatches:
         counted += self._counting[: len(counted)]
         return counted
 
-    def _slot_experts(self, layout: Layout) -> Tensor | None:
-        if self._recorded is None or not len(layout.chosen):
-            return None
-        own = (self._experts[n] for n in layout.chosen.tolist())
-        totals = self._table.totals[layout.chosen]
-        slots = layout.rows * layout.width
-        return self._moved(self._recorded.of_slots(own, layout.slots, totals, slots))
-
     def _moved(self, column: NDArray[Any]) -> Tensor:
         return torch.from_numpy(column).to(self._device)
 
@@ -268,8 +260,7 @@ class Packer:
     token is in exactly one micro-batch, with its rollout's logprob and mask.
 
     A longer sample gets a micro-batch of its own. `share_rows`: False for a model that mixes the
-    samples of a row. `recorded`, `masks`: the readers of recorded experts and of
-    sampling masks.
+    samples of a row. `readers`: of large columns.
     `device`: where micro-batches are built; default: the CPU.
     """
 
@@ -278,16 +269,14 @@ class Packer:
         token_budget: int,
         *,
         share_rows: bool = True,
-        recorded: RecordedExperts | None = None,
-        masks: MaskReader | None = None,
+        readers: Sequence[ColumnReader] = (MaskReader(),),
         device: torch.device | None = None,
     ) -> None:
         if token_budget < 1:
             raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
         self.token_budget = token_budget
         self._share_rows = share_rows
-        self._recorded = recorded
-        self._masks = masks or MaskReader()
+        self._readers = readers
         self._device = device or torch.device("cpu")
 
     def pack_pad_dispatch(
@@ -301,7 +290,7 @@ class Packer:
         _check(table)
         packable = table.trained > 0 if keep is None else keep & (table.lengths > 0)
         layouts = self._layouts(table.totals, np.flatnonzero(packable))
-        return MicroBatches(table, layouts, self._device, self._recorded, self._masks)
+        return MicroBatches(table, layouts, self._device, self._readers)
 
     def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
         """Return the layouts of the micro-batches: the longest sample that fits is next."""

@@ -21,13 +21,14 @@ from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapshot, snapshot_weights
 from consumer.grpo.models.device_choices import choose_bf16
+from consumer.grpo.policy.column_reader import ColumnReader
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.micro_batch import MicroBatch, Packer
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
-from consumer.grpo.policy.routing_replay import RoutingReplay
+from consumer.grpo.policy.routing_replay import RecordedExperts, RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
 from consumer.handle.ranks import ALONE, Ranks
 
@@ -69,29 +70,19 @@ class Policy(TrainedModel):
         self.logits.fp32_logits = place.type == "cuda" if fp32 == "auto" else fp32
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self.logits.replay = replay
-        # None: experts are not replayed
-        self.recorded = replay.recorded_experts(columns) if replay else None
         check_logprobs(self.logits)
         self.vocabulary = vocabulary_of(self.model)  # token ids that the model reads and predicts
         needed = not config.allow_truncated_sampling
-        self.masks = MaskReader(self.vocabulary, columns, needed=needed)
+        masks = MaskReader(self.vocabulary, columns, needed=needed)
+        self.readers: list[ColumnReader] = [masks]
+        if replay:
+            self.readers.insert(0, replay.recorded_experts(columns))
         self.packer = Packer(
             config.token_budget,
             share_rows=keeps_samples_apart(self.logits),
-            recorded=self.recorded,
-            masks=self.masks,
+            readers=self.readers,
             device=place,
         )
-        modules = [self.logits]
-        # the model of the folder: also after a resume, KL is measured to the start
-        self.reference: TargetLogits | None = None
-        if config.loss.has_own_reference:
-            self.reference = self.logits
-            if not self._adapter:
-                self.reference = load_policy(model_dir, config, place, ranks, bf16=self.bf16).eval()
-                self.reference.transform = self.logits.transform
-                self.reference.fp32_logits = self.logits.fp32_logits
-                modules.append(self.reference)
         optimizer = make_optimizer(
             config.optimizer,
             parameters.values(),
@@ -100,7 +91,20 @@ class Policy(TrainedModel):
             weight_decay=config.weight_decay,
             ranks=ranks.size,
         )
-        super().__init__(parameters, optimizer, place, modules)
+        super().__init__(parameters, optimizer, place, [self.logits])
+        self.reference = self._load_reference(model_dir) if config.loss.has_own_reference else None
+
+    def _load_reference(self, model_dir: Path) -> TargetLogits:
+        """Return the folder's model: also after a resume, KL is measured to the start."""
+        if self._adapter:
+            return self.logits
+        reference = load_policy(
+            model_dir, self.config, self.device, self.ranks, bf16=self.bf16
+        ).eval()
+        reference.transform = self.logits.transform
+        reference.fp32_logits = self.logits.fp32_logits
+        self.modules.append(reference)
+        return reference
 
     def score(
         self,
@@ -128,7 +132,8 @@ class Policy(TrainedModel):
         """Return the log-probabilities of the targets under the reference of the KL, float32[N]."""
         with self._adapter.disabled() if self._adapter else nullcontext():
             # the reference chooses its experts itself
-            return self.score(replace(batch, experts=None), logits=self.reference).logprobs
+            recorded = {**batch.recorded, RecordedExperts.name: None}
+            return self.score(replace(batch, recorded=recorded), logits=self.reference).logprobs
 
     @torch.no_grad()
     def energies(self, batch: MicroBatch) -> Tensor:

@@ -7,10 +7,10 @@ chosen experts are the trainer's own, with their gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +22,10 @@ from transformers import PreTrainedModel
 from buffer.errors import ConfigError, WireError
 from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.expert_gates import expert_gates, layers_of
+from buffer.wire.group import RolloutGroup
+from consumer.grpo.policy.column_reader import Places
 
-Ints = NDArray[np.int64]
 Recorded = NDArray[np.int16] | str | None  # as in `RolloutState.routed_experts`
-
-
-class RoutedGroup(Protocol):
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def lengths(self) -> NDArray[np.int32]: ...
-
-    def values_of(self, name: str) -> list[Recorded]:
-        """Return a column of each rollout."""
 
 
 class RecordedExperts:
@@ -43,6 +34,12 @@ class RecordedExperts:
     `columns`: the folder with large recordings.
     """
 
+    name = "routed_experts"
+    mistake = (
+        "no group of the batch has experts that can be replayed: the log has the reasons",
+        "set [engine] routed_experts = true for the workers, or remove [learner] replay_routing",
+    )
+
     def __init__(
         self, layers: int, top_k: int, experts: int, columns: ColumnFolder = NO_FILES
     ) -> None:
@@ -50,9 +47,9 @@ class RecordedExperts:
         self._experts = experts
         self._columns = columns
 
-    def problem(self, group: RoutedGroup) -> str:
+    def problem(self, group: RolloutGroup) -> str:
         """Return why the experts of a group cannot be replayed; "" if they can."""
-        rollouts = zip(group.values_of("routed_experts"), group.lengths.tolist(), strict=True)
+        rollouts = zip(group.values_of(self.name), group.lengths.tolist(), strict=True)
         for index, (recorded, length) in enumerate(rollouts):
             try:
                 if length:
@@ -61,20 +58,19 @@ class RecordedExperts:
                 return f"rollout {index} {error}"
         return ""
 
-    def of_slots(
-        self, rollouts: Iterable[Recorded], first: Ints, totals: Ints, slots: int
-    ) -> NDArray[np.int16]:
+    def of_rollouts(self, values: Sequence[Recorded], places: Places) -> Tensor | None:
         """Return the experts at each slot of a micro-batch, int16[slots, layers, top_k].
 
-        `first`, `totals`: int64[S], first slot and tokens of each rollout. The last token of each,
-        which is never routed, and unused slots get -1. Raises WireError for missing or unusable
-        experts.
+        The last token of each rollout, which is never routed, and unused slots get -1. Raises
+        WireError for missing or unusable experts.
         """
-        table = np.full((slots, *self._shape), -1, "<i2")
-        placed = zip(rollouts, first.tolist(), totals.tolist(), strict=True)
+        if not values:
+            return None
+        table = np.full((places.slots, *self._shape), -1, "<i2")
+        placed = zip(values, places.first.tolist(), places.totals.tolist(), strict=True)
         for recorded, start, total in placed:
             table[start : start + total - 1] = self._read(recorded, total)
-        return table
+        return torch.from_numpy(table).to(places.device)
 
     def _read(self, recorded: Recorded, total: int) -> NDArray[np.int16]:
         shape = (total - 1, *self._shape)

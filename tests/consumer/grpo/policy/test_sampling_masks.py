@@ -263,7 +263,7 @@ def test_files_that_are_no_mask_of_the_rollout_leave_its_group_out(
     decreasing[1] = -1
     other = good.astype("<i8")
     trainer = learner(model, columns=columns)
-    fine = BatchFilter(masks=trainer.masks)
+    fine = BatchFilter(readers=trainer.readers)
     assert fine.apply([hostile(group, columns, good)]).counts == {}
     for column in (missing, beyond, decreasing, good[:-1], good[:5], good[:0], other):
         found = hostile(group, columns, column)
@@ -278,7 +278,7 @@ def test_a_file_with_one_id_changed_is_no_mask_of_its_group(
     model: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
     columns = ColumnFolder(tmp_path / "columns")
-    filters = BatchFilter(masks=learner(model, columns=columns).masks)
+    filters = BatchFilter(readers=learner(model, columns=columns).readers)
     mask = group.states[0].sampling_mask
     assert isinstance(mask, SamplingMask)
     named = hostile(group, columns, mask.packed())
@@ -303,5 +303,6 @@ def test_a_group_that_was_cut_and_has_no_mask_is_trained_only_if_that_is_allowed
     for state in masked:  # what is not trained needs none
         state.response_mask = np.zeros(len(state.response_ids), "u1")
     assert (
-        BatchFilter(masks=learner(model).masks).apply([bare.continued(masked), group]).counts == {}
+        BatchFilter(readers=learner(model).readers).apply([bare.continued(masked), group]).counts
+        == {}
     )
