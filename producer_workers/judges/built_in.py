@@ -15,6 +15,7 @@ import orjson
 
 from buffer.errors import ConfigError
 from buffer.wire.group import UNPARSED
+from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.judges.programs import Test, program_of, tests_of
@@ -105,7 +106,7 @@ def score_entry(
 ) -> float:
     """Score `answer` to the problem of `question`, `truth` and `extra` (metadata and config)."""
     config = orjson.dumps(extra.get("config", {}), option=orjson.OPT_SORT_KEYS)
-    entry = {"question": question, "answer": truth, "metadata": extra.get("metadata", {})}
+    entry = {"question": question, "answer": truth, "metadata": own_copy(extra.get("metadata", {}))}
     verifier = _verifier(name, config)
     try:
         return float(verifier.score_answer(answer, entry))

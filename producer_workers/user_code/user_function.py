@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
-from producer_workers.user_code.border import Border, Failure, Rules
+from producer_workers.user_code.border import Border, Failure, Rules, is_of_this_project
 
 TURNS = 4  # calls of one function that run in threads at once, by default
 
@@ -86,6 +86,7 @@ class UserFunction:
 
     def __init__(self, function: Any, border: Border, rules: Rules, *, turns: int = TURNS) -> None:
         self._function = function
+        self._is_ours = callable(function) and is_of_this_project(function)
         self._border = border
         self._rules = rules
         self._most = turns + MOST_ABANDONED
@@ -98,8 +99,7 @@ class UserFunction:
 
         Raises the rules' error; ProcessUnavailable if too many calls hang.
         """
-        own = map(readers_copy, arguments)
-        call = partial(self._border.call, self._function, *own)
+        call = self._prepared(arguments)
         if self._rules.mode == "coroutines":
             return self._checked(await self._in_loop(call), arguments)
         outcome = await self._settled(await self._in_turn(call))
@@ -110,10 +110,7 @@ class UserFunction:
 
         Raises the rules' error if they take longer than one call may.
         """
-        prepared = [
-            partial(self._border.call, self._function, *map(readers_copy, arguments))
-            for arguments in calls
-        ]
+        prepared = list(map(self._prepared, calls))
         made = await self._in_turn(lambda: [attempt(call) for call in prepared])
         outcomes = []
         for outcome, arguments in zip(made.result, calls, strict=True):
@@ -121,6 +118,10 @@ class UserFunction:
             ended = settled.result or settled
             outcomes.append(attempt(partial(self._checked, ended, arguments)))
         return outcomes
+
+    def _prepared(self, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+        given = arguments if self._is_ours else map(readers_copy, arguments)
+        return partial(self._border.call, self._function, *given)
 
     def close(self) -> None:
         """Do nothing: its threads cannot be ended."""

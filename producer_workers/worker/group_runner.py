@@ -40,6 +40,7 @@ from buffer.run.run import Run
 from buffer.wire.columns import all_columns
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
@@ -346,7 +347,8 @@ class GroupRunner:
         claimed = group.states
         drawn = await self._drawn(job) if job.is_begun else []
         loop = runner.agent_loop
-        source = LoopInput(claimed, drawn, makes_prompts=loop.makes_prompts)
+        is_ours = type(loop) is SingleTurnAgentLoop
+        source = LoopInput(claimed, drawn, makes_prompts=loop.makes_prompts, is_ours=is_ours)
         generate = loop.for_claim(self._run, job, group)
         states = self._held.members[job] = list(claimed)
         engine = self._engine

@@ -47,7 +47,8 @@ class LoopInput:
     """What an agent loop gets for one group: the rollouts as they were drawn, and their prompt.
 
     `makes_prompts`: the loop may give the group a prompt of its own, also at an earlier claim; then
-    only rollouts that begin get the drawn prompt.
+    only rollouts that begin get the drawn prompt. `is_ours`: nobody keeps a reference to what the
+    loop returns, so it is not copied again.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class LoopInput:
         drawn: Sequence[RolloutState],
         *,
         makes_prompts: bool = False,
+        is_ours: bool = False,
     ) -> None:
         """Keep both lists; a rollout that is not in `drawn` was drawn as it was claimed."""
         self._drawn = {state.index: state for state in [*reversed(claimed), *drawn]}
         self._prompt_ids = _immutable(claimed[0].prompt_ids)
         self._makes_prompts = makes_prompts
+        self._is_ours = is_ours
 
     def lend(self, states: Sequence[RolloutState]) -> list[RolloutState]:
         lent = []
@@ -116,7 +119,10 @@ class LoopInput:
         restored = []
         for state in made:
             if state.index not in kept:
-                restored.append(own_rollout(state, **self._fields(state)))
+                fields = self._fields(state)
+                if self._is_ours:
+                    state.__dict__.update(fields)
+                restored.append(state if self._is_ours else own_rollout(state, **fields))
             else:
                 restored += kept[state.index]
                 kept[state.index] = []

@@ -321,14 +321,13 @@ def _check_generation(
             f"the engine {engine} returned {tokens} tokens without a finite logprob for each",
             hint="check the model's weights and their number format",
         )
-    if not tokens:
+    recorded = {name: value for name, value in made.columns.items() if value is not None}
+    if not (tokens and recorded):
         return
     response = RolloutState(
         prompt_ids=prompt_ids, response_ids=made.token_ids, logprobs=made.logprobs
     )
-    for name, value in made.columns.items():
-        if value is None:
-            continue
+    for name, value in recorded.items():
         try:
             column = known_column(name)
             problem = column.problem(column.read(value), response)
