@@ -8,6 +8,7 @@ import pytest
 
 from buffer.ids import group_id
 from buffer.ledger.account import FsckReport
+from buffer.redis.key_fields import Damage, lasting
 from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 
@@ -131,3 +132,10 @@ def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
     found = audit(busy)
     assert (found.checked, found.lost) == (9, [READY])
     assert found.doubled == [f"{TAKEN} (taken, dead)", f"{TAKEN} (batch 2 of train; taken, dead)"]
+
+
+def test_a_fault_that_is_gone_when_its_keys_are_read_again_was_a_move() -> None:
+    moved, wrong = Damage("a move", "key", "math-0000000001"), Damage("a fault", "key")
+    again = Damage("the same fault, with newer numbers", "key")
+    readings = iter([[moved, wrong], [again], [again]])
+    assert lasting(lambda: next(readings)) == [again]
