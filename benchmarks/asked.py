@@ -1,4 +1,4 @@
-"""The table of README.md: what is asked, what was measured, and what bounds it."""
+"""The table of README.md: what is asked, and what was measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Row(NamedTuple):
     what: str
     benchmark: str
     figures: Sequence[tuple[str, str]]
-    bound: str
 
 
 def _both(section: str, name: str) -> list[tuple[str, str]]:
@@ -32,110 +31,94 @@ ROWS = (
         "put, batched / best `SET`: processor time",
         "put",
         _both("put", "ours / SET x"),
-        "copies; encoding, the script",
     ),
     Row(
         "take / best `MGET`: processor time",
         "take",
         _both("take", "ours / MGET"),
-        "copies; checks, the script",
     ),
     Row(
         "put / PipelineRL's stream: processor time",
         "put",
         _both("put", "ours / PipelineRL's stream"),
-        "encoding, the script",
     ),
     Row(
         "take / PipelineRL's stream: processor time",
         "take",
         _both("take", "ours / PipelineRL's stream"),
-        "checks",
     ),
     Row(
         "encode, decode one group, all checks",
         "codec",
         [("one group", "encode, all checks"), ("one group", "decode, all checks")],
-        "numpy calls on small arrays",
     ),
     Row(
         "plan of micro-batches / take",
         "pack",
         _both("pack", "plan of micro-batches / take"),
-        "masks; 4,096 rollouts",
     ),
     Row(
         "all micro-batches / take",
         "pack",
         _both("pack", "all micro-batches / take"),
-        "memory: 48 bytes per token",
     ),
     Row(
         "take of 512 groups: server time",
         "scaling",
         [("scaling", "take 512, 1,000 groups")],
-        "two commands per group",
     ),
     Row(
         "1,000,000 groups / 1,000",
         "scaling",
         [("scaling", "take 512, 1,000,000 / ")],
-        "cache misses",
     ),
     Row(
         "1,000 workers, 32 groups of 30 s each",
         "scale",
         _both("scale", "1,000 workers"),
-        "claims and submits",
     ),
     Row(
         "5,000 workers, 32 groups of 300 s each",
         "scale",
         _both("scale", "5,000 workers"),
-        "heartbeats",
     ),
     Row(
         "pause of 64 workers, p50",
         "pause",
         _both("pause, 64 workers", "p50"),
-        "processor time",
     ),
     Row(
         "pause of 64 workers, p99",
         "pause",
         _both("pause, 64 workers", "p99"),
-        "the same",
     ),
     Row(
         "index per group",
         "memory",
         [("memory, Redis", "index per group"), ("memory, Valkey", "index per group")],
-        "the record and its entry in the pool",
     ),
     Row(
         "pipeline / ideal queue, worst setting",
         "idle",
         [("idle, ", "")],
-        "time between new weights and new groups",
     ),
     Row(
         "vLLM behind the queue / vLLM alone",
         "engine",
         [("vLLM and the pipeline", "worker / engine alone")],
-        "shared processor time",
     ),
 )
 
 
 def table(figures: Sequence[Figure]) -> Iterator[str]:
     """Yield the lines of the table; a row without a figure is left out."""
-    yield "| `-m benchmarks` | what | asked | measured | what bounds it |"
-    yield "|---|---|---:|---:|---|"
+    yield "| `-m benchmarks` | what | asked | measured |"
+    yield "|---|---|---:|---:|"
     for row in ROWS:
         if found := list(_found(row, figures)):
             asked = ", ".join(dict.fromkeys(map(_asked, found)))
             measured = ", ".join(dict.fromkeys(map(_measured, found)))
-            yield f"| {row.benchmark} | {row.what} | {asked} | {measured} | {row.bound} |"
+            yield f"| {row.benchmark} | {row.what} | {asked} | {measured} |"
 
 
 def _found(row: Row, figures: Sequence[Figure]) -> Iterator[Figure]:

@@ -154,6 +154,11 @@ RULES = (
     Rule(lambda c: c.critic != CriticConfig() and c.trainer.loop is None and not c.trainer.is_gae,
         "[critic] is read with [trainer] advantages = gae only, not with {c.trainer.advantages}",
         "leave it out"),
+    Rule(lambda c: _reads_no_rewards(c.trainer) and c.learner.distillation is None and
+            not is_dotted_path(c.learner.loss.objective),
+        "[trainer] advantages = none trains nothing without [learner.distillation], or an "
+        "objective of yours",
+        "set one of them"),
     Rule(lambda c: c.learner.updates_per_batch > c.plan.batch_size,
         "[learner] updates_per_batch = {c.learner.updates_per_batch} divides the groups of a "
         "batch, and [plan] batch_size is {c.plan.batch_size}",
@@ -186,6 +191,13 @@ RULES_OF_TASKS = (
 )  # fmt: skip
 
 RULES_OF_TRAINING = (
+    Rule(lambda c, t, name: "none" in t.judges and not t.attached,
+        "judge = none of task {name}", "without a teacher, it teaches nothing"),
+    Rule(lambda c, t, name: _reads_no_rewards(c.trainer) and
+            c.strategy_of(name).is_valid_sample_fn == "not_all_equal",
+        "is_valid_sample_fn = not_all_equal of task {name} replaces groups by their rewards, which "
+        "advantages = none does not read",
+        "leave it out"),
     Rule(lambda c, t, name: t.images and c.trainer.loop is None,
         "task {name} shows images, which the reference trainer cannot train on",
         "set [trainer] loop to a trainer of your own"),
@@ -219,6 +231,10 @@ def _has_roles(config: Any, task: TaskSection) -> bool:
     return loop not in BUILT_IN or has_agents(loop)
 
 
+def _reads_no_rewards(trainer: TrainerSection) -> bool:
+    return trainer.loop is None and trainer.advantages == "none"
+
+
 def _or_inf(limit: int | None) -> float:
     return inf if limit is None else limit
 
@@ -239,27 +255,6 @@ def _kinds_fit(config: Any) -> Iterator[str]:
     attached = [each for task in config.tasks.values() for each in task.attached.values()]
     if reference is not None and not any(reference in each.weights for each in attached):
         yield f"[learner.loss] kl_reference = {reference} is no teacher of a task"
-
-
-def _columns_replace_rewards(config: Any) -> Iterator[str]:
-    """Yield what would train nothing without rewards."""
-    for name, task in config.tasks.items():
-        if "none" in task.judges and task.eval_of is None and not task.attached:
-            yield f"judge = none of task {name}: without a teacher, it teaches nothing"
-    if config.trainer.loop is not None or config.trainer.advantages != "none":
-        return
-    objective = config.learner.loss.objective
-    if config.learner.distillation is None and not is_dotted_path(objective):
-        yield (
-            "[trainer] advantages = none trains nothing without [learner.distillation], or an "
-            "objective of yours"
-        )
-    for name, task in config.tasks.items():
-        if task.eval_of is None and config.strategy_of(name).is_valid_sample_fn == "not_all_equal":
-            yield (
-                f"is_valid_sample_fn = not_all_equal of task {name} replaces groups by their "
-                "rewards, which advantages = none does not read: leave it out"
-            )
 
 
 def _responses_fit_the_context(config: Any) -> Iterator[str]:
@@ -313,7 +308,6 @@ _FUNCTIONS: tuple[Callable[[Any], Iterator[str]], ...] = (
     _responses_fit_the_context,
     _distributions_are_whole,
     _kinds_fit,
-    _columns_replace_rewards,
     _evaluations_are_asked_for,
     _evaluation_is_one_batch,
 )

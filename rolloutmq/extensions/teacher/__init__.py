@@ -2,6 +2,6 @@
 
 Users read docs/pages/distillation.md.
 
-`section` has the values of a config, `rules` compares them with other sections, `judge` asks the
-models of `model` about groups.
+`settings` has the values of a config, `section` attaches them to tasks, `rules` compares them with
+other sections, `judge` asks the models of `model` about groups.
 """

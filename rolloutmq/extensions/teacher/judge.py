@@ -16,7 +16,7 @@ from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Scores
 from rolloutmq.extensions.teacher.model import Loaded, Model, Served
-from rolloutmq.extensions.teacher.section import TeacherSection, all_teachers
+from rolloutmq.extensions.teacher.settings import TeacherSection, all_teachers
 
 
 def make_judges(

@@ -37,7 +37,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import vocabulary_size
 from producer_workers.user_code.http_request import AWAY, RETRIED
-from rolloutmq.extensions.teacher.section import TeacherSection
+from rolloutmq.extensions.teacher.settings import TeacherSection
 
 log = logging.getLogger("rolloutmq.judge")
 

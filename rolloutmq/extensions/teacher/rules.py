@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from buffer.imports import is_dotted_path
 from rolloutmq.config.cross_section_rules import context_problems
-from rolloutmq.extensions.teacher.section import TeacherSection, teachers_of
+from rolloutmq.extensions.teacher.settings import TeacherSection, teachers_of
 
 if TYPE_CHECKING:
     from rolloutmq.config.config import Config

@@ -21,7 +21,7 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Scores
 from rolloutmq.extensions.teacher import model as models
 from rolloutmq.extensions.teacher.model import Served
-from rolloutmq.extensions.teacher.section import all_teachers
+from rolloutmq.extensions.teacher.settings import all_teachers
 from tests.extensions.teacher.scorer import TASK, config_of
 from tests.producer_workers.engines.conformance import TOLERANCE
 from tests.producer_workers.engines.tiny_model import reference_distribution, write_tiny_model
