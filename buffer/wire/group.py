@@ -51,8 +51,8 @@ OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
 NEW_CONTEXTS = "new_contexts"
 LIVE_OPENING = "live_opening"
-GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, LIVE_OPENING)
-"""Keys of `extra`: the gateway's record of sessions and contexts."""
+AGENT_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, LIVE_OPENING)
+"""Keys of `extra`: what a loop of agents records of their sessions and contexts."""
 
 
 def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:

@@ -29,7 +29,7 @@ def keep_loopback_direct() -> None:
     """Add loopback to `no_proxy` of this process and of the programs that it starts.
 
     Otherwise HTTP clients that read `HTTP_PROXY` or `ALL_PROXY` would send an agent's prompts and
-    key to a proxy, which cannot reach the gateway.
+    key to a proxy, which cannot reach an endpoint of this machine.
     """
     # clients read one spelling, the other, or the first that they find
     known = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]

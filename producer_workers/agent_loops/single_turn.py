@@ -65,7 +65,7 @@ class SingleTurnAgentLoop(AgentLoop):
         if choice not in (None, "auto", "none"):
             raise ConfigError(
                 f"{gid} has tool_choice {choice!r}, which this agent loop cannot enforce",
-                hint="leave it out, or let an agent ask for it over the gateway",
+                hint="leave it out, or use an agent, which may ask for it",
             )
         await run_all(
             self._attempt(state, engine, gid)

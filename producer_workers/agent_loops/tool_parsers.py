@@ -187,7 +187,11 @@ class VllmToolParser:
         thought = _THOUGHT.match(text)
         start = thought.end() if thought else 0
         try:
-            found = self._extract(text[start:], tools)
+            asked = {"role": "user", "content": ""}
+            request = self._request(model="policy", messages=[asked], tools=tools or None)
+            # one for each turn: a parser keeps state
+            parser = self._kind(self._tokenizer, request.tools)
+            found = parser.extract_tool_calls(text[start:], request)
         except Exception as error:  # the model gets an error, as for any call that cannot be read
             log.debug("vLLM's parser failed: %s", error)
             return ParsedTurn(text[:start], [_tool_call(0, "", text[start:])])
@@ -201,9 +205,3 @@ class VllmToolParser:
 
     def structure(self, names: Sequence[str]) -> StructuredOutput | None:
         return None
-
-    def _extract(self, text: str, tools: Tools) -> Any:
-        asked = {"role": "user", "content": ""}
-        request = self._request(model="policy", messages=[asked], tools=tools or None)
-        # one for each turn: a parser keeps state
-        return self._kind(self._tokenizer, request.tools).extract_tool_calls(text, request)

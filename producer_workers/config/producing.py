@@ -31,7 +31,7 @@ class WorkerSection(Section):
     the engine full, controlled by its queue and its KV cache
     """
     agent_loop: str = "single_turn"
-    """how a group is generated: single_turn, multi_turn, tools, gateway or another that a package
+    """how a group is generated: single_turn, multi_turn, tools, the name of a loop that a package
     attaches, or a class of yours as package.module:Class
     """
     tasks: list[str] | None = None

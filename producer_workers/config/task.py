@@ -75,7 +75,7 @@ def named_judges() -> Mapping[str, NamedJudge]:
 
 
 NO_JUDGE = "environment"
-"""The name for no judge: the environment of a loop, or the agent of a gateway, gives the reward."""
+"""The name for no judge: the environment or the agent of a loop gives the reward."""
 
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]

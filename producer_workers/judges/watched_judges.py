@@ -109,8 +109,13 @@ class WatchedJudges:
         if not work.done():
             raise JudgeInterrupted(f"a pause or the end of the worker ended {what}")
         outcome = work.result()
-        if outcome.error is not None:
-            raise _judge_error(what, outcome.error) from outcome.error
+        error = outcome.error
+        if isinstance(error, JudgeError | ModelError):
+            raise error
+        if isinstance(error, RolloutMQError):
+            raise JudgeError(error.message, hint=error.hint) from error
+        if error is not None:
+            raise JudgeError(f"{what} raised {describe(error)}") from error
         result: T = outcome.result
         return result
 
@@ -133,14 +138,6 @@ class WatchedJudges:
     def close(self) -> None:
         for judge in self._closed_at_end:
             judge.close()
-
-
-def _judge_error(what: str, error: BaseException) -> RolloutMQError:
-    if isinstance(error, JudgeError | ModelError):
-        return error
-    if isinstance(error, RolloutMQError):
-        return JudgeError(error.message, hint=error.hint)
-    return JudgeError(f"{what} raised {describe(error)}")
 
 
 class _WatchedJudge(Judge):

@@ -12,7 +12,7 @@ from msgspec import structs
 from buffer.errors import ConfigError, DatasetError, WireError, describe
 from buffer.ids import group_id
 from buffer.wire import group_bytes
-from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
+from buffer.wire.group import AGENT_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.control_tokens import ControlTokens
@@ -32,7 +32,7 @@ from producer_workers.judges.load import check_truth
 # The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
 JUDGED = "correct the row, or let a `record` function convert it; or take another judge"
-RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
+RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *AGENT_RECORD}
 
 LONGEST_PROMPT = 2**21
 """Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes some 500 MB, and what

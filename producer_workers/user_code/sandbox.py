@@ -175,13 +175,11 @@ def _limited(limits: Limits) -> list[str]:
         "nofile": (resource.RLIMIT_NOFILE, limits.files),
         "core": (resource.RLIMIT_CORE, 0),
     }
-    words = [f"--{name}={_at_most(*limit)}" for name, limit in asked.items()]
-    return [shutil.which("prlimit") or "prlimit", *words, "--"]
-
-
-def _at_most(limit: int, value: int) -> int:
-    _, hard = resource.getrlimit(limit)
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+    command = [shutil.which("prlimit") or "prlimit"]
+    for name, (limit, value) in asked.items():
+        _, hard = resource.getrlimit(limit)
+        command.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
+    return [*command, "--"]
 
 
 def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
@@ -253,7 +251,8 @@ async def run_at(url: str, program: str, stdin: str, limits: Limits) -> ProgramR
     """Return how a program ended. Raises JudgeError where the service fails."""
     what = f"sandbox {url}"
     hint = "check the service"
-    service = Service(what, _address(url), limits.time_s + WAIT_S, RETRIES, hint)
+    address = url.rstrip("/").removesuffix("/run_code") + "/run_code"
+    service = Service(what, address, limits.time_s + WAIT_S, RETRIES, hint)
     question = {
         "code": program,
         "language": "python",
@@ -276,7 +275,3 @@ async def run_at(url: str, program: str, stdin: str, limits: Limits) -> ProgramR
         late = "the time limit was reached"
         return ProgramResult(None, result.stdout or "", result.stderr or "", late)
     return ProgramResult(result.return_code or 0, result.stdout or "", result.stderr or "")
-
-
-def _address(url: str) -> str:
-    return url.rstrip("/").removesuffix("/run_code") + "/run_code"

@@ -210,7 +210,10 @@ class UserProcess:
         if self.is_ended:
             return
         self.is_ended = True
-        reason = _kill(self._process) if self._process else "it was not started"
+        reason = "it was not started"
+        if self._process:
+            kill_session(self._process.pid)
+            reason = how_ended(self._process.wait())  # at once: it was killed
         if is_fault:
             REPLACED[self._rules.what] += 1
         level = logging.WARNING if is_fault else logging.DEBUG
@@ -233,9 +236,3 @@ class UserProcess:
         if failure is not None:
             raise self._rules.failed(failure)
         return self._border.result(answer.result)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> str:
-    """End a process with its children, unless it has ended, and return how it ended."""
-    kill_session(process.pid)
-    return how_ended(process.wait())  # at once: it was killed

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME
+from buffer.wire.group import AGENT_RECORD, GROUP_TIME
 from buffer.wire.own_copy import own_copy, own_rollout
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
@@ -31,7 +31,7 @@ DRAWN = (
     "ground_truth",
 )
 
-_RECORDS = (GROUP_TIME, *GATEWAY_RECORD)
+_RECORDS = (GROUP_TIME, *AGENT_RECORD)
 
 _APPEND = (
     "use state.append(made.token_ids, made.logprobs, made.spans, **made.columns) for sampled "

@@ -18,8 +18,8 @@ PACKAGES = ("rolloutmq/", "buffer/", "producer_workers/", "consumer/")
 
 FEATURES = {  # files of its own, and words that mention it
     "gateway": (r"extensions/(gateway|environments)/", r"gateway"),
-    "live sessions": (r"extensions/gateway/", r"\bis_live\b|\blive_tasks|\bLIVE\b|on_demand|limit_claim"),
-    "kept turns": (r"extensions/gateway/|worker/kept_turns", r"keep_turns|kept_turns|with_turns|keeps_turns"),
+    "live sessions": (r"extensions/gateway/", r"LIVE_OPENING|on_demand|limit_claim|[Ll]ive sessions"),
+    "kept turns": (r"extensions/gateway/|groups/kept_turns|lua/keep_turns", r"kept_turns|with_turns|keeps_turns|KeptTurns"),
     "environments": (r"extensions/environments/", r"harbor|verifiers\b|openenv|nemo_gym"),
     "trainers of others": (r"extensions/trainers/", r"xtuner|\bverl\b|skyrl|\bmiles\b"),
     "answers": (r"extensions/answers/", r"gsm8k|math_verify"),

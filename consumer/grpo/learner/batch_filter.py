@@ -159,7 +159,7 @@ class BatchFilter:
         if wrong := {name: size for name, size in sizes.items() if size != tokens}:
             return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
-        # the sessions of a gateway may share no first token: then the group has no prompt
+        # the sessions of agents may share no first token: then the group has no prompt
         if not len(group.prompt_ids) and group.mask[firsts].any():
             return "no_prompt", "it has no prompt ids, and its first tokens are trained"
         missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()

@@ -226,6 +226,7 @@ class TransformersEngine:
                     self._requests.pop(id(request), None)
             await asyncio.sleep(0)  # lets callers take their results and pause the engine
 
+    @torch.inference_mode()
     def _step(self, batch: list[_Request | Scoring]) -> None:
         """Make one token for each request, or read a part; if one fails, the others continue."""
         for request in batch:
@@ -233,13 +234,14 @@ class TransformersEngine:
                 continue
             try:
                 if isinstance(request, Scoring):
-                    self._read_on(request)
+                    request.read_on(self._model, self._device)
+                    if self._recorder:
+                        self._recorder.take()
                 else:
                     self._extend(request)
             except Exception as error:
                 request.error = error
 
-    @torch.inference_mode()
     def _extend(self, request: _Request) -> None:
         tokens = request.prompt + request.token_ids
         known = 0 if request.cache is None else len(tokens) - 1
@@ -258,23 +260,14 @@ class TransformersEngine:
         if self.records_masks:
             request.masks.append((None if kept is None else _mask_of(kept), 1))
         request.stamp(self._version)
-        if token in stop_ids or self._meets_stop(request):
+        is_stopped = token in stop_ids
+        if params.stops and len(request.token_ids) > params.min_tokens:
+            text = self._tokenizer.decode(request.token_ids)
+            is_stopped |= any(stop in text for stop in params.stops)
+        if is_stopped:
             request.finish("stop")
         elif len(request.token_ids) >= params.max_tokens or len(tokens) + 1 == self.max_model_len:
             request.finish("length")
-
-    @torch.inference_mode()
-    def _read_on(self, request: Scoring) -> None:
-        request.read_on(self._model, self._device)
-        if self._recorder:
-            self._recorder.take()
-
-    def _meets_stop(self, request: _Request) -> bool:
-        params = request.params
-        if not params.stops or len(request.token_ids) <= params.min_tokens:
-            return False
-        text = self._tokenizer.decode(request.token_ids)
-        return any(stop in text for stop in params.stops)
 
     def _abort(self, spared: Collection[str] = ()) -> None:
         for request in list(self._requests.values()):

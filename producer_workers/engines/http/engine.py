@@ -349,18 +349,17 @@ class HttpEngine:
             await asyncio.sleep(WATCH_S)
             try:
                 await self._server.check_health()
-                if self._updates and not self._lock.locked():
-                    await self._check_label()
+                if not self._updates or self._lock.locked():
+                    continue
+                expected = self._version
+                label = await self._server.weight_label()
+                is_idle = self._version == expected and not self._lock.locked()
+                if is_idle and label != str(expected):
+                    await self._declare_dead(
+                        f"another client changed its weights from {expected} to {label}"
+                    )
             except (ServerGone, ServerRefusal) as error:
                 await self._declare_dead(str(error))
-
-    async def _check_label(self) -> None:
-        expected = self._version
-        label = await self._server.weight_label()
-        if label != str(expected) and self._version == expected and not self._lock.locked():
-            await self._declare_dead(
-                f"another client changed its weights from {expected} to {label}"
-            )
 
     async def _declare_dead(self, why: str) -> EngineDeadError:
         self._dead = self._dead or why

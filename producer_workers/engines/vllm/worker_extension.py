@@ -42,7 +42,14 @@ class WeightLoader:
 
     def rolloutmq_load_adapter(self, name: str, number: int, path: str) -> None:
         """Replace adapter `number` with this shard's part of the one in `path`."""
-        _do_in_every_shard(self, lambda: _replace_adapter(self, name, number, path))
+
+        def replace() -> None:
+            from vllm.lora.request import LoRARequest
+
+            if not self.add_lora(LoRARequest(name, number, path, load_inplace=True)):
+                raise RuntimeError(f"vLLM loaded no adapter from {path}")
+
+        _do_in_every_shard(self, replace)
 
     def _rolloutmq_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()
@@ -87,13 +94,6 @@ def _exchange(problem: str) -> list[str]:
     problems = [torch.empty_like(mine) for _ in range(group.world_size)]
     torch.distributed.all_gather(problems, mine, group=group.cpu_group)
     return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in problems]
-
-
-def _replace_adapter(worker: WeightLoader, name: str, number: int, path: str) -> None:
-    from vllm.lora.request import LoRARequest
-
-    if not worker.add_lora(LoRARequest(name, number, path, load_inplace=True)):
-        raise RuntimeError(f"vLLM loaded no adapter from {path}")
 
 
 def _make_stage_buffers(runner: Any) -> None:
@@ -152,12 +152,12 @@ def end_with_owner(owner_pid: int) -> None:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
         os._exit(OWNER_LOST)
-    threading.Thread(target=_wait_and_exit, args=(owner,), name="owner-watch", daemon=True).start()
 
+    def wait_and_exit() -> None:
+        select.select([owner], [], [])
+        os._exit(OWNER_LOST)  # no clean-up: the main thread may be inside a forward pass
 
-def _wait_and_exit(owner: int) -> None:
-    select.select([owner], [], [])
-    os._exit(OWNER_LOST)  # no clean-up: the main thread may be inside a forward pass
+    threading.Thread(target=wait_and_exit, name="owner-watch", daemon=True).start()
 
 
 # vLLM warns at every update of modules without weights of their own (rotary embeddings).

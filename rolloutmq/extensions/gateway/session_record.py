@@ -13,7 +13,7 @@ import msgpack
 from buffer.errors import WireError
 from buffer.wire.checks import check_plain
 from buffer.wire.group import (
-    GATEWAY_RECORD,
+    AGENT_RECORD,
     LIVE_OPENING,
     NEW_CONTEXTS,
     OPEN_SESSIONS,
@@ -105,4 +105,4 @@ def check_storable(messages: Messages, tools: Any) -> None:
 
 
 def without_record(extra: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in extra.items() if name not in GATEWAY_RECORD}
+    return {name: value for name, value in extra.items() if name not in AGENT_RECORD}
