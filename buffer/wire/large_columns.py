@@ -38,14 +38,6 @@ class LargeColumn(Column):
         """
         raise NotImplementedError
 
-    def of_sequence(self, value: Any, prompt: int, response: int) -> Any:
-        """Return the value of a rollout for its whole sequence, as if all were the response."""
-        raise NotImplementedError
-
-    def of_response(self, value: Any, prompt: int, tokens: int) -> Any:
-        """Return the value of a rollout from that of its whole sequence of `tokens`."""
-        raise NotImplementedError
-
     def behind(self, value: Any, first: int) -> Any:
         """Return the value of a sequence without its `first` tokens."""
         raise NotImplementedError
@@ -97,11 +89,8 @@ class RowsColumn(LargeColumn):
             return np.concatenate([value, more])
         return None if is_read else value  # the next pass adds those of the whole
 
-    def of_sequence(self, value: Any, prompt: int, response: int) -> Any:
-        return value
-
-    def of_response(self, value: Any, prompt: int, tokens: int) -> Any:
-        return value
+    def shifted(self, value: Any, before: int, prompt: int) -> Any:
+        return value  # of prompt and response, wherever one ends
 
     fields = ()  # exported files do without it
 
@@ -181,11 +170,9 @@ class RaggedColumn(LargeColumn):
     def then(self, value: Any, tokens: int, more: Any, new: int, *, is_read: bool) -> Any:
         return joined_masks([(value, tokens), (more, new)])
 
-    def of_sequence(self, value: Any, prompt: int, response: int) -> Any:
-        return joined_masks([(None, prompt), (value, response)])
-
-    def of_response(self, value: Any, prompt: int, tokens: int) -> Any:
-        return self.behind(value, prompt)
+    def shifted(self, value: Any, before: int, prompt: int) -> Any:
+        tokens = len(value.counts) if isinstance(value, SamplingMask) else 0
+        return self.behind(joined_masks([(None, before), (value, tokens)]), prompt)
 
     def read_only(self, value: Any) -> Any:
         return value.read_only() if isinstance(value, SamplingMask) else value

@@ -213,7 +213,7 @@ class Segment:
             state.response,
             state.finish_reason or "",
             {
-                name: column.of_sequence(column.get(state), before, len(state.response_ids))
+                name: column.shifted(column.get(state), before, 0)
                 for name, column in large_columns().items()
             },
             tuple(ends) or (TurnEnd(len(messages), len(ids)),),
@@ -230,7 +230,7 @@ class Segment:
         before = 0 if state.prompt_ids is None else len(state.prompt_ids)
         for column in all_columns():
             if isinstance(column, LargeColumn):
-                value = column.of_response(self.recorded.get(column.name), prompt, len(self.ids))
+                value = column.shifted(self.recorded.get(column.name), 0, prompt)
             else:
                 value = column.shifted(column.get(state), before, prompt)
             column.set(state, value)
