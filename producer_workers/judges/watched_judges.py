@@ -208,10 +208,11 @@ class JudgeTimes:
                 yield
         except JudgeError:
             self.failed += answers
-            self._add(time.monotonic() - began, answers)
             raise
-        self._add(time.monotonic() - began, answers)
-
-    def _add(self, seconds: float, answers: int) -> None:
-        for _ in range(answers):
-            self.histogram.add(seconds / answers)
+        except BaseException:
+            answers = 0
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            for _ in range(answers):
+                self.histogram.add(seconds / answers)

@@ -6,6 +6,7 @@ must import little.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,18 +247,7 @@ LARGEST = float(np.finfo(np.float32).max)  # beyond it, a float32 is infinite
 TURN_REWARDS = "turn_rewards"  # beside a reward: a number for each turn of the model
 
 
-def _fits(value: Any) -> bool:
-    try:
-        return abs(float(value)) <= LARGEST
-    except OverflowError:  # an integer beyond the range of floats
-        return False
-
-
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")  # cannot be written as UTF-8
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and not _HALF_OF_A_PAIR.search(key)
 
 
 def check_verdict(what: str, result: Any) -> bool:
@@ -280,15 +270,22 @@ def check_reward(name: str, result: Any) -> dict[str, float]:
 
 def check_numbers(what: str, reward: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers by name that `what` returned. Raises JudgeError."""
+    numbers: dict[str, float] = {}
     for key, value in reward.items():
-        if not _is_name(key) or not isinstance(value, Number) or not _fits(value):
+        is_name = isinstance(key, str) and not _HALF_OF_A_PAIR.search(key)
+        try:
+            number = float(value) if isinstance(value, Number) else math.inf
+        except OverflowError:  # an integer beyond the range of floats
+            number = math.inf
+        if not is_name or not abs(number) <= LARGEST:
             raise JudgeError(
                 f"{what} returned {key!r:.40} = {value!r:.80}",
                 hint="every value of a reward is a finite number within float32 "
                 "(.item() makes one of a tensor), or a column of the rollout: "
                 + ", ".join(column.name for column in all_columns() if not column.is_large),
             )
-    return {key: float(value) for key, value in reward.items()}
+        numbers[key] = number
+    return numbers
 
 
 def check_answer(name: str, result: Any, *, has_columns: bool = True) -> dict[str, Any]:

@@ -114,9 +114,10 @@ class UserFunction:
         made = await self._in_turn(lambda: [attempt(call) for call in prepared])
         outcomes = []
         for outcome, arguments in zip(made.result, calls, strict=True):
-            settled = await outcome_of(partial(self._settled, outcome))
-            ended = settled.result or settled
-            outcomes.append(attempt(partial(self._checked, ended, arguments)))
+            if inspect.isawaitable(outcome.result):
+                settled = await outcome_of(partial(self._settled, outcome))
+                outcome = settled.result or settled
+            outcomes.append(attempt(partial(self._checked, outcome, arguments)))
         return outcomes
 
     def _prepared(self, arguments: tuple[Any, ...]) -> Callable[[], Any]:
