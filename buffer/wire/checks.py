@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -200,14 +200,11 @@ def _check_shapes(head: Head, columns: Columns) -> list[int]:
             raise WireError(f"at columns.{name}: the column and {names} need each other")
     sizes = {"rollout": rollouts, "token": sum(lengths)}
     for name, column in columns.items():
-        shape = column.shape
-        size = sizes.get((CORE.get(name) or layout_of(name)).axis, shape[0])
-        expected = (size, len(head.rewards)) if name == "rewards" else (size, *shape[1:])
-        if shape != expected:
-            raise WireError(
-                f"at columns.{name}: shape {list(shape)}, expected {list(expected)} "
-                f"of {rollouts} rollouts with {sizes['token']} response tokens"
-            )
+        axis = (CORE.get(name) or layout_of(name)).axis
+        if axis and len(column) != sizes[axis]:
+            raise _wrong_shape(name, column, (sizes[axis], *column.shape[1:]), sizes)
+    if "rewards" in columns and columns["rewards"].shape[1] != len(head.rewards):
+        raise _wrong_shape("rewards", columns["rewards"], (rollouts, len(head.rewards)), sizes)
     if "finishes" in columns:
         used = set(columns["finishes"].tobytes()) - {NO_FINISH}
         if not used or max(used) >= len(head.finish_reasons):
@@ -215,6 +212,15 @@ def _check_shapes(head: Head, columns: Columns) -> list[int]:
     if "spans" in columns:
         _check_spans(head, columns["spans"], lengths)
     return lengths
+
+
+def _wrong_shape(
+    name: str, column: NDArray[Any], expected: tuple[int, ...], sizes: Mapping[str, int]
+) -> WireError:
+    return WireError(
+        f"at columns.{name}: shape {list(column.shape)}, expected {list(expected)} "
+        f"of {sizes['rollout']} rollouts with {sizes['token']} response tokens"
+    )
 
 
 def _check_values(columns: Columns) -> Bounds:

@@ -212,6 +212,13 @@ def layout_of(name: str) -> Layout:
     return layout
 
 
+@lru_cache(1024)
+def _numbers_of(name: str) -> tuple[np.dtype[Any], int, int]:
+    """Return the type of a column, the number of its dimensions, and the bytes of a number."""
+    layout = layout_of(name)
+    return layout.dtype, layout.ndim, layout.dtype.itemsize
+
+
 def ids_of(columns: Columns) -> list[str]:
     """Return the names of the columns that hold token ids."""
     if columns.keys() <= CORE.keys():
@@ -243,7 +250,7 @@ def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryvie
     small = b""
     size = 0
     for name, column in columns.items():
-        dtype, ndim, _, _ = CORE.get(name) or layout_of(name)
+        dtype, ndim, _ = _numbers_of(name)
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
@@ -263,7 +270,7 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
     columns = {}
     end = 0
     for name, entry in _by_offset(directory):
-        dtype, ndim, _, _ = CORE.get(name) or layout_of(name)
+        dtype, ndim, size = _numbers_of(name)
         offset = entry[0]
         if len(entry) != 1 + ndim:
             raise WireError(f"at columns.{name}: {len(entry) - 1} dimensions, expected {ndim}")
@@ -273,7 +280,7 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
                 f"not below {end}"
             )
         count = entry[1] if ndim == 1 else math.prod(entry[1:])
-        end = offset + count * dtype.itemsize
+        end = offset + count * size
         if end > len(data):
             raise WireError(f"at columns.{name}: it ends at {end}, the data has {len(data)} bytes")
         try:

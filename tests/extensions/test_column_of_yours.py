@@ -19,7 +19,7 @@ import torch
 from buffer.curation.rollout_line import RolloutLine, group_of, lines_of
 from buffer.errors import ConfigError, GroupChanged, JudgeError, WireError
 from buffer.imports import attached
-from buffer.wire import group_bytes
+from buffer.wire import document, group_bytes
 from buffer.wire.column import Column
 from buffer.wire.columns import attached_columns
 from buffer.wire.document import layout_of
@@ -57,7 +57,7 @@ def attach(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, points: str
 
 def forget() -> None:
     sys.modules.pop("doubt", None)
-    for cache in (attached, attached_columns, layout_of):
+    for cache in (attached, attached_columns, layout_of, document._numbers_of):
         cache.cache_clear()
 
 
