@@ -178,7 +178,7 @@ class RoleHolder:
 
     @property
     def silent_ms(self) -> int | None:
-        """The time since its last heartbeat, as in role_silence.lua; None if it was never opened.
+        """The time since its last heartbeat, as in lua/shared/clock.lua; None if it was never opened.
 
         A heartbeat in the future counts as equally long ago: the clock was stepped back, and a live
         holder has sent heartbeats since.
