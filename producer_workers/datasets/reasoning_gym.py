@@ -117,18 +117,15 @@ def _line(section: ReasoningGymSection, entry: Mapping[str, Any]) -> bytes | Non
         raise ConfigError(
             f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}"
         ) from error
-    return line if entry["answer"] is None or _solves_itself(section.name, line) else None
-
-
-def _solves_itself(name: str, line: bytes) -> bool:
-    record = orjson.loads(line)
-    question = record["messages"][0]["content"]
-    answer = record["ground_truth"]
-    extra = record["extra"]
+    if entry["answer"] is None:
+        return line
+    read = orjson.loads(line)  # as a judge reads it
+    answer = read["ground_truth"]
     try:
-        return score_entry(name, answer, question, answer, extra) == 1.0
+        score = score_entry(section.name, answer, entry["question"], answer, read["extra"])
     except (ArithmeticError, LookupError, TypeError, ValueError):
-        return False
+        return None
+    return line if score == 1.0 else None
 
 
 def _entries(section: ReasoningGymSection) -> Iterator[dict[str, Any]]:
