@@ -7,6 +7,7 @@ them into held-out, training and warm start. A copy of the section finds them ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +48,9 @@ def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     made_of = {"format": _FORMAT, **section.model_dump(mode="json")}
     mark = out_dir / "problems.json"
     is_whole = all(file.exists() for file, size in zip(files, sizes, strict=True) if size)
-    if is_whole and _read(mark) == made_of:
-        return files
+    with suppress(OSError, ValueError):
+        if is_whole and orjson.loads(mark.read_bytes()) == made_of:
+            return files
     found = _collect(section)
     order = (permute(n, len(found), f"{section.seed}:deal") for n in range(len(found)))
     problems = [found[n] for n in order]
@@ -58,13 +60,6 @@ def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
         _replace(path, [problems.pop() for _ in range(size)])
     _replace(mark, [orjson.dumps(made_of)])
     return files
-
-
-def _read(mark: Path) -> Any:
-    try:
-        return orjson.loads(mark.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _replace(path: Path, lines: Sequence[bytes]) -> None:

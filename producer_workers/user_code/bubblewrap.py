@@ -84,25 +84,20 @@ def check_bubblewrap() -> None:
             timeout=30,
         )
     if tried.returncode:
-        reason = tried.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
-        raise SandboxUnavailable(
-            f"programs of a model run in bubblewrap, which fails here: {reason[0]}",
-            hint=_hint(reason[0]),
+        lines = tried.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else "no reason"
+        hint = (
+            "permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
+            f"seccomp profile that allows unshare and mount), {_WEAK}"
         )
-
-
-def _hint(reason: str) -> str:
-    """Return what to do about the last line of bubblewrap's output."""
-    if "execvp" in reason or "error while loading" in reason:
-        return (
-            f"the interpreter {sys.executable} needs files outside of {sys.prefix}, "
-            f"{sys.base_prefix} and the system's libraries: use a Python that is in one place, "
-            f"{_WEAK}"
-        )
-    return (
-        "permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
-        f"seccomp profile that allows unshare and mount), {_WEAK}"
-    )
+        if "execvp" in reason or "error while loading" in reason:
+            hint = (
+                f"the interpreter {sys.executable} needs files outside of {sys.prefix}, "
+                f"{sys.base_prefix} and the system's libraries: use a Python that is in one place, "
+                f"{_WEAK}"
+            )
+        what = f"programs of a model run in bubblewrap, which fails here: {reason}"
+        raise SandboxUnavailable(what, hint=hint)
 
 
 class Machine(NamedTuple):

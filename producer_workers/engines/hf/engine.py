@@ -256,7 +256,10 @@ class TransformersEngine:
         )
         request.add([token], [logprob])
         if self.records_masks:
-            request.masks.append((None if kept is None else _mask_of(kept), 1))
+            mask = None
+            if kept is not None:
+                mask = SamplingMask(np.array([len(kept)], "<i4"), kept.numpy().astype("<i4"))
+            request.masks.append((mask, 1))
         request.stamp(self._version)
         is_stopped = token in stop_ids
         if params.stops and len(request.token_ids) > params.min_tokens:
@@ -315,10 +318,6 @@ class TransformersEngine:
                 _put_adapter_into(model, path)
         model = model.eval().to(self._device)
         return model, RoutingRecorder(model) if self._config.routed_experts else None
-
-
-def _mask_of(kept: torch.Tensor) -> SamplingMask:
-    return SamplingMask(np.array([len(kept)], "<i4"), kept.numpy().astype("<i4"))
 
 
 def _put_adapter_into(model: Any, folder: Path) -> None:
