@@ -289,10 +289,7 @@ def all_trials(words: str = "") -> list[Trial]:
 
 
 def run_trials(
-    plan: Plan,
-    base: Path,
-    say: Callable[[str], None],
-    trials: Sequence[Trial],
+    plan: Plan, base: Path, say: Callable[[str], None], trials: Sequence[Trial]
 ) -> list[str]:
     """Make trials, in a new run behind each that a run did not survive; return all problems."""
     problems = []

@@ -61,12 +61,7 @@ class Nemesis:
     """Strikes `crew`, the wires and the server of one run."""
 
     def __init__(
-        self,
-        seed: int,
-        crew: Crew,
-        wiring: Wiring,
-        server: Any,
-        history: History,
+        self, seed: int, crew: Crew, wiring: Wiring, server: Any, history: History
     ) -> None:
         self._random = random.Random(seed)
         self._crew = crew

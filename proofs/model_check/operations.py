@@ -124,14 +124,7 @@ def register(run: Run, worker: str, nonce: str) -> Any:
     return run.fleet.register(worker, nonce, {})[1].weights
 
 
-def claim(
-    run: Run,
-    worker: str,
-    nonce: str,
-    token: str,
-    weights: PolicyVersion,
-    limit: int,
-) -> Any:
+def claim(run: Run, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Any:
     return run.jobs.claim(worker, nonce, token, weights, limit)
 
 
@@ -143,11 +136,7 @@ def heartbeat(
 
 
 def submit(
-    run: Run,
-    worker: str,
-    job: Job,
-    made_by: tuple[PolicyVersion, ...],
-    status: str,
+    run: Run, worker: str, job: Job, made_by: tuple[PolicyVersion, ...], status: str
 ) -> None:
     filtered = status == "filtered"
     group = _group(job.gid, made_by, "completed" if filtered else status)

@@ -26,11 +26,7 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
-TASKS = {
-    "math": TaskLimits(),
-    "code": TaskLimits(),
-    "quiz": TaskLimits(eval_of="math"),
-}
+TASKS = {"math": TaskLimits(), "code": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
 LIMITS = RunLimits(stale_threshold=2, on_straggler="drop", tasks=TASKS)
 
 

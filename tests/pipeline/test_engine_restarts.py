@@ -76,10 +76,7 @@ def test_a_worker_gives_up_and_reports_why_when_its_engine_dies_again_and_again(
         if "restart" in line
         for word in line.split()
         if word[:2] == "0."
-    ] == [
-        "0.01",
-        "0.02",
-    ]
+    ] == ["0.01", "0.02"]
     assert yard.leases() == 0
     assert not yard.run.fleet.workers()
 

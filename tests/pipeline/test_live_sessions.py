@@ -96,10 +96,7 @@ def make_gateways(
         params = SampleParams(max_tokens=200, seed=1)
         states = [
             RolloutState(
-                index=n,
-                messages=[user("drawn")],
-                prompt_ids=np.arange(3),
-                sample_params=params,
+                index=n, messages=[user("drawn")], prompt_ids=np.arange(3), sample_params=params
             )
             for n in range(MEMBERS)
         ]

@@ -183,11 +183,7 @@ def test_what_was_set_survives_each_process_the_server_and_its_data(
     assert person.listed() == wanted
     # half an edit: a process that is started again is no start by hand
     person.edit("[lease]", "[lease]\nmax_tries = 5")
-    for name, process in (
-        ("trainer", "train"),
-        ("producer", "producer"),
-        ("worker-0", "worker"),
-    ):
+    for name, process in (("trainer", "train"), ("producer", "producer"), ("worker-0", "worker")):
         restarted(site, launcher, name, process)
         site.reach(2)
         assert person.limits() == (400, 7, 3), launcher.said()

@@ -17,14 +17,7 @@ from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.judges.judge import Judge
-from tests.pipeline.yard import (
-    FIRST,
-    LINEAGE,
-    TASK,
-    WatchedEngine,
-    Yard,
-    versions,
-)
+from tests.pipeline.yard import FIRST, LINEAGE, TASK, WatchedEngine, Yard, versions
 
 
 def by_member(group: RolloutGroup) -> dict[int, RolloutState]:

@@ -129,11 +129,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
         for state in group.states:
             first, second = state.turns()
             assert tokenizer.decode(state.response_ids[first.stop : second.start]) == " Sure? "
-    assert {len(state.turns()) for group in by_task["hints"] for state in group.states} <= {
-        1,
-        2,
-        3,
-    }
+    assert {len(state.turns()) for group in by_task["hints"] for state in group.states} <= {1, 2, 3}
     check_sessions(by_task["web"], site.folder / "seen", tokenizer)
     check_roles(by_task["debate"])
     assert history.steps[-1].metrics.keys() >= {

@@ -96,10 +96,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-m", "buffer.redis.script_list"],
-            cwd=ROOT,
-            stdout=file,
-            check=True,
+            [sys.executable, "-m", "buffer.redis.script_list"], cwd=ROOT, stdout=file, check=True
         )
     return path
 

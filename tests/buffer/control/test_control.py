@@ -13,14 +13,7 @@ import redis
 
 from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
-from buffer.errors import (
-    LostRun,
-    RoleHeld,
-    RunDamaged,
-    RunExists,
-    RunNotFound,
-    SchemaVersionError,
-)
+from buffer.errors import LostRun, RoleHeld, RunDamaged, RunExists, RunNotFound, SchemaVersionError
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store

@@ -202,10 +202,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(index=0), line(index=0)], "lines 1 to 2: group a: the index"),
     ([line(), line("b", task="chess")], "line 2: there is no training task 'chess'"),
     ([line(task="quiz")], "line 1: there is no training task 'quiz'"),
-    (
-        [line(spans=[[0, 1, -1, "l0"]])],
-        r"lines 1 to 1: group a: .*columns\.spans.*",
-    ),
+    ([line(spans=[[0, 1, -1, "l0"]])], r"lines 1 to 1: group a: .*columns\.spans.*"),
 ]
 
 

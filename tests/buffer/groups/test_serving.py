@@ -13,10 +13,7 @@ LIMITS = RunLimits(
 def test_a_worker_of_a_mixed_fleet_is_served_its_own_lines_only() -> None:
     assert serving_order(
         LIMITS, Serves(frozenset({"exam", "code"}), frozenset({"eval", "fresh"}))
-    ) == [
-        ("exam", "eval"),
-        ("code", "fresh"),
-    ]
+    ) == [("exam", "eval"), ("code", "fresh")]
     assert set(serving_order(LIMITS, Serves(frozenset({"sums"})))) == {
         ("sums", "resume"),
         ("sums", "fresh"),

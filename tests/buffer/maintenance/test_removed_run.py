@@ -39,10 +39,7 @@ def last_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Command]:
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_a_call_of_any_script_for_a_removed_run_changes_nothing_and_says_so(
-    make_scene: Callable[..., Scene],
-    last_calls: dict[str, Command],
-    tmp_path: Path,
-    is_over: bool,
+    make_scene: Callable[..., Scene], last_calls: dict[str, Command], tmp_path: Path, is_over: bool
 ) -> None:
     scene = make_scene(max_tries=2, on_straggler="retry", order="fifo")
     tell_a_whole_story(scene, tmp_path)

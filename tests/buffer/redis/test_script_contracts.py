@@ -29,12 +29,7 @@ def hostile(
     with start_server(request.param, folder / "server") as server, server.connect() as raw:
         store = HostileStore(server.url, raw, "hostile")
         limits = RunLimits(
-            **{
-                **LIMITS.model_dump(),
-                "max_tries": 2,
-                "on_straggler": "retry",
-                "order": "fifo",
-            }
+            **{**LIMITS.model_dump(), "max_tries": 2, "on_straggler": "retry", "order": "fifo"}
         )
         scene = Scene(store, raw, "hostile", limits)
         tell_a_whole_story(scene, folder)

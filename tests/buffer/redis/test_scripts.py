@@ -14,15 +14,7 @@ from buffer.errors import ScriptError
 from buffer.redis.key_table import TABLE
 from buffer.redis.keys import SLOTS, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
-from buffer.redis.scripts import (
-    Arg,
-    Script,
-    assemble,
-    library,
-    shared_functions,
-    sources,
-    words_of,
-)
+from buffer.redis.scripts import Arg, Script, assemble, library, shared_functions, sources, words_of
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))

@@ -552,10 +552,7 @@ def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
 
 
 def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
-    make_run: Callable[..., Run],
-    config: Config,
-    model_dir: Path,
-    caplog: pytest.LogCaptureFixture,
+    make_run: Callable[..., Run], config: Config, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(low_bytes=5000, high_bytes=9000, steps=STEPS, batch_size=GROUPS)
     trainer = config.trainer.model_copy(

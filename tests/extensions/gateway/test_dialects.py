@@ -296,8 +296,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
 
 def test_a_template_that_drops_thoughts_makes_new_contexts_that_are_counted(chat: Any) -> None:
     chat.chat_template = chat.chat_template.replace(
-        "{{ m.content }}",
-        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}",
+        "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
     )
 
     async def solve(task: AgentTask) -> None:

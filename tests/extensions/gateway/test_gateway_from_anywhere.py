@@ -439,10 +439,7 @@ dataset = { kind = "jsonl", path = "x.jsonl" }
         ('public_url = "http://a"', "{port}"),
         ('public_url = "http://a"\nport = 8300\nports = 2', "{port}"),
         ('public_url = "http://{host}:{port}"', "{hostname}"),
-        (
-            'public_url = "http://a:{port}"\ntls_cert = "a.pem"\ntls_key = "b.pem"',
-            "https",
-        ),
+        ('public_url = "http://a:{port}"\ntls_cert = "a.pem"\ntls_key = "b.pem"', "https"),
         ("port = 8300", "ports"),
         ("port = 65535\nports = 2", "65535"),
         ("port = -1", "port"),

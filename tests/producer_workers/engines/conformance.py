@@ -501,13 +501,7 @@ class ModelScoreContract(ScoreContract):
 
     @pytest.mark.parametrize(("tokens", "start", "top_k"), [(2, 1, 0), (1900, 37, 5)])
     def test_scores_equal_a_transformers_forward(
-        self,
-        scorer: Any,
-        run: Run[Scores],
-        folders: Folders,
-        tokens: int,
-        start: int,
-        top_k: int,
+        self, scorer: Any, run: Run[Scores], folders: Folders, tokens: int, start: int, top_k: int
     ) -> None:
         text = np.random.default_rng(1).integers(4, VOCABULARY, tokens, dtype=np.int32)
         expected = reference_distribution(folders.first, text.tolist())[start - 1 : -1]

@@ -13,12 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from buffer.weights.safetensors_files import (
-    BASE_CHECKSUM,
-    PEFT_PREFIX,
-    is_adapter,
-    model_checksum,
-)
+from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, is_adapter, model_checksum
 from producer_workers.engines.base import EngineError, WeightsError
 from producer_workers.engines.model_folder import (
     AdapterCheck,

@@ -12,12 +12,7 @@ import pytest
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.wire.rollout import RolloutState
-from producer_workers.judges.built_in import (
-    UNSAFE_TASKS,
-    exact_match,
-    score_entry,
-    task_datasets,
-)
+from producer_workers.judges.built_in import UNSAFE_TASKS, exact_match, score_entry, task_datasets
 from producer_workers.judges.judge import FunctionJudge, take_columns
 from producer_workers.judges.load import load_judge
 from rolloutmq.extensions.answers.judges import gsm8k

@@ -17,10 +17,7 @@ import pytest
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.judge import (
-    FunctionJudge,
-    Judge,
-)
+from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.user_code import border, user_process
 from producer_workers.user_code.process_function import ProcessFunction

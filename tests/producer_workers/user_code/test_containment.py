@@ -150,8 +150,7 @@ HARMLESS = {("keep", "odd")}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in WAYS else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+    "name", [name if name in WAYS else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 )
 async def test_whatever_a_function_does_fails_its_call_alone_and_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

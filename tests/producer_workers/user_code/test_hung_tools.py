@@ -25,8 +25,7 @@ def asked(deed: str) -> ToolCall:
 
 @pytest.mark.parametrize("hung", [16, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "tool",
-    [pytest.param(f"{MINE}:tool", id="named", marks=pytest.mark.slow), deeds.tool],
+    "tool", [pytest.param(f"{MINE}:tool", id="named", marks=pytest.mark.slow), deeds.tool]
 )
 def test_a_call_after_any_number_of_hung_ones_is_answered(tool: Any, hung: int) -> None:
     async def scene() -> tuple[set[str], list[str]]:

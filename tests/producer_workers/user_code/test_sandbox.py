@@ -23,12 +23,7 @@ from producer_workers.http_client import LONGEST_ANSWER
 from producer_workers.judges.built_in import python_tests
 from producer_workers.judges.load import load_judge
 from producer_workers.user_code import bubblewrap
-from producer_workers.user_code.sandbox import (
-    Limits,
-    ProgramResult,
-    check_sandbox,
-    run_program,
-)
+from producer_workers.user_code.sandbox import Limits, ProgramResult, check_sandbox, run_program
 from tests.producer_workers.http_service import http_service
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 

@@ -309,13 +309,7 @@ def test_memory_that_is_short_is_found(
 
 @pytest.mark.parametrize(
     ("eos", "level"),
-    [
-        (None, "warning"),
-        (128, "error"),
-        ([3, 500], "error"),
-        (1, "ok"),
-        ([50, 1], "ok"),
-    ],
+    [(None, "warning"), (128, "error"), ([3, 500], "error"), (1, "ok"), ([50, 1], "ok")],
 )
 def test_a_model_whose_responses_cannot_end_is_found(
     project: Path, changed: Callable[..., Path], eos: Any, level: str

@@ -19,17 +19,7 @@ from tests.rolloutmq.conftest import ROOT, Command, in_process, rolloutmq
 from tests.rolloutmq.populate import Scene
 
 COMMANDS: dict[str, Any] = all_commands()
-ENDLESS = (
-    "web",
-    "metrics",
-    "gpu-check",
-    "server",
-    "doctor",
-    "drain",
-    "janitor",
-    "eval",
-    "run",
-)
+ENDLESS = ("web", "metrics", "gpu-check", "server", "doctor", "drain", "janitor", "eval", "run")
 """Commands that run until they are stopped, take minutes, or look at the whole machine."""
 BAD = ("", "-1", str(2**70), ".")
 

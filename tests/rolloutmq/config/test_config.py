@@ -198,11 +198,7 @@ def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None
     )
     changes = ("policy.order=fifo", "retention.policy=export", "retention.batches=3")
     limits = load_config(path, changes).limits()
-    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
-        "fifo",
-        3,
-        True,
-    )
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == ("fifo", 3, True)
     assert RunLimits.from_meta(dict(batched(limits.to_meta()))) == limits
 
 

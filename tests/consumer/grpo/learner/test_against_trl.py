@@ -168,10 +168,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "dapo", "_entropy_bonus_enabled": True, "entropy_coef": 0.1},
         {"entropy_coef": 0.1},
     ),
-    "token truncate": (
-        {"loss_type": "dapo", **TIS},
-        {"importance_cap": 1.5},
-    ),
+    "token truncate": ({"loss_type": "dapo", **TIS}, {"importance_cap": 1.5}),
     "token mask": (
         {"loss_type": "dapo", **TIS, "vllm_importance_sampling_mode": "token_mask"},
         {"importance_cap": 1.5, "importance_mode": "mask"},

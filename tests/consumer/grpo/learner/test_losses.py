@@ -24,11 +24,7 @@ LENGTHS = [3, 1, 5, 2]
 
 
 def make_columns(
-    seed: int = 0,
-    *,
-    with_reference: bool = True,
-    spread: float = 2.0,
-    old_is_rollout: bool = False,
+    seed: int = 0, *, with_reference: bool = True, spread: float = 2.0, old_is_rollout: bool = False
 ) -> TokenColumns:
     """Columns of four samples, one of them of one token; some tokens are masked."""
     draw = np.random.default_rng(seed)

@@ -108,9 +108,7 @@ def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:
     assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
 
 
-def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(
-    model_dir: Path,
-) -> None:
+def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(model_dir: Path) -> None:
     plain = make_controller(model_dir, critic=True)
     short = make_controller(model_dir, critic=True, bf16=True)
     for _ in range(3):
