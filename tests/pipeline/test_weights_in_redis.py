@@ -33,12 +33,6 @@ def chunks_of(yard: Yard) -> VersionStore:
     return VersionStore(yard.run.store, yard.run.keys)
 
 
-def keys_of(yard: Yard) -> set[str]:
-    return {
-        key.decode() for key in yard.store.client.scan_iter(f"{yard.run.keys.weights}*", count=1000)
-    }
-
-
 def save(folder: Path) -> None:
     for seed, (name, size) in enumerate(SIZES.items()):
         (folder / name).write_bytes(
@@ -101,4 +95,6 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
     CopySender(chunks_of(yard), yard.folder).clear()
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
-    assert keys_of(yard) == newest | {yard.run.keys.weights}
+    assert {
+        key.decode() for key in yard.store.client.scan_iter(f"{yard.run.keys.weights}*", count=1000)
+    } == newest | {yard.run.keys.weights}
