@@ -48,17 +48,11 @@ def write_sum(folder: Path, figures: Sequence[Mapping[str, Any]], longest_s: flo
 
 
 SOAKED = {
-    "faults": "faults",
-    "failovers": "failovers",
-    "groups_acknowledged": "groups",
-    "steps": "steps",
-    "lost": "lost",
-    "doubled": "doubled",
-    "results_lost": "results generated again",
-    "fenced": "results fenced",
-    "redelivered": "batches redelivered",
+    "faults": "faults", "failovers": "failovers", "groups_acknowledged": "groups", "steps": "steps",
+    "lost": "lost", "doubled": "doubled", "results_lost": "results generated again",
+    "fenced": "results fenced", "redelivered": "batches redelivered",
     "longest_stall_s": "longest stall, s",
-}
+}  # fmt: skip
 """Figures of a soak: column."""
 
 

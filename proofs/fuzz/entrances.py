@@ -94,13 +94,8 @@ def url(data: bytes) -> None:
 
 
 ENTRANCES: tuple[Callable[[bytes], None], ...] = (
-    control,
-    reward,
-    imported_line,
-    prompt,
-    question,
-    url,
-)
+    control, reward, imported_line, prompt, question, url,
+)  # fmt: skip
 
 
 def try_one(data: bytes) -> None:

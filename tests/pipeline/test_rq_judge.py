@@ -71,16 +71,9 @@ def serving(server: Server, folder: Path, run: str) -> Iterator[None]:
     tasks += TASK.format(name="python_tests", mine="").replace('"rq"', '"rq", sandbox = "weak"')
     config.write_text(f'[run]\nname = "{run}"\n{tasks}', encoding="utf-8")
     command = [
-        sys.executable,
-        "-m",
-        "rolloutmq",
-        "judge",
-        str(config),
-        "--workers",
-        "2",
-        "--redis-url",
+        sys.executable, "-m", "rolloutmq", "judge", str(config), "--workers", "2", "--redis-url",
         server.url,
-    ]
+    ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT)
     yield
     process.send_signal(signal.SIGTERM)

@@ -20,12 +20,8 @@ from tests.servers import KINDS
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 LABEL = "ab12cd34:4"
 SIZES = {
-    "a": 0,
-    "b": 1,
-    "c": BYTES_PER_VALUE,
-    "d": BYTES_PER_VALUE + 1,
-    "e": 9 * BYTES_PER_VALUE + 5,
-}
+    "a": 0, "b": 1, "c": BYTES_PER_VALUE, "d": BYTES_PER_VALUE + 1, "e": 9 * BYTES_PER_VALUE + 5,
+}  # fmt: skip
 """No chunk, one, a full one, two, and more than one round trip carries."""
 
 

@@ -22,14 +22,10 @@ def test_a_duration_counts_in_the_first_bucket_whose_bound_it_does_not_exceed() 
 @pytest.mark.parametrize(
     ("counts", "share", "seconds"),
     [
-        ((0, 0, 0, 0), 0.5, 0.0),
-        ((4, 0, 0, 0), 0.5, 0.05),
-        ((2, 2, 0, 0), 0.5, 0.1),
-        ((2, 2, 0, 0), 0.75, 0.55),
-        ((0, 0, 1, 0), 1.0, 10.0),
-        ((1, 0, 0, 9), 0.99, 10.0),
+        ((0, 0, 0, 0), 0.5, 0.0), ((4, 0, 0, 0), 0.5, 0.05), ((2, 2, 0, 0), 0.5, 0.1),
+        ((2, 2, 0, 0), 0.75, 0.55), ((0, 0, 1, 0), 1.0, 10.0), ((1, 0, 0, 9), 0.99, 10.0),
     ],
-)
+)  # fmt: skip
 def test_quantiles_are_interpolated_within_a_bucket(
     counts: tuple[int, ...], share: float, seconds: float
 ) -> None:

@@ -136,12 +136,8 @@ def test_imported_groups_live_like_others_and_take_no_draw(
         "messages": [{"role": "user", "content": "1 + 1"}],
     }
     rows = [
-        line("a", **spans),
-        line("a", **spans),
-        line("b"),
-        line("c", **spans),
-        line("d", **spans),
-    ]
+        line("a", **spans), line("a", **spans), line("b"), line("c", **spans), line("d", **spans),
+    ]  # fmt: skip
     scene.run.import_groups(write(tmp_path / "f.jsonl", *rows))
     gids = [group_id("math", IMPORTED_FROM + i) for i in range(4)]
     assert scene.run.jobs.cursor("math") == 0

@@ -51,16 +51,9 @@ def member(scene: Scene, gid: str) -> str:
 def test_account_names_every_place(busy: Scene) -> None:
     stages = [busy.run.account.stages("math", i) for i in range(9)]
     assert stages == [
-        ["waiting"],
-        ["running"],
-        ["pool"],
-        ["pool"],
-        ["taken"],
-        ["archived"],
-        ["filtered"],
-        ["dead"],
-        ["dropped"],
-    ]
+        ["waiting"], ["running"], ["pool"], ["pool"], ["taken"], ["archived"], ["filtered"],
+        ["dead"], ["dropped"],
+    ]  # fmt: skip
     task = busy.run.account.totals().tasks[0]
     once = {name: 1 for name in task.stages if name != "expired"}
     assert task.stages == once | {"expired": 0}

@@ -29,15 +29,10 @@ def test_group_id_says_task_and_draw(task: str, draw: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "math",
-        "math-1",
-        "-0000000001",
-        "math-00000000001x",
-        "ma th-0000000001",
+        "", "math", "math-1", "-0000000001", "math-00000000001x", "ma th-0000000001",
         "a\n-0000000001",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_group_id_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a group id"):
         split_group_id(text)

@@ -12,12 +12,8 @@ from buffer.redis.retry import Backoff, LogOnce, OutageClock, OutageLog
 def test_pauses_double_up_to_the_longest_without_jitter() -> None:
     backoff = Backoff(0.5, 10.0, jitter=0.0)
     assert [backoff.pause_s(attempt) for attempt in (0, 1, 4, 5, 5000)] == [
-        0.5,
-        1.0,
-        8.0,
-        10.0,
-        10.0,
-    ]
+        0.5, 1.0, 8.0, 10.0, 10.0,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("jitter", [0.5, 1.0])

@@ -135,14 +135,9 @@ def test_function_that_two_files_declare_is_refused() -> None:
 
 
 FACTS: dict[str, str | int] = {
-    "task": "t",
-    "lane": "fresh",
-    "status": "completed",
-    "worker": "w",
-    "gid": "t-0000000001",
-    "lineage": "l0",
-    "version": 1,
-}
+    "task": "t", "lane": "fresh", "status": "completed", "worker": "w", "gid": "t-0000000001",
+    "lineage": "l0", "version": 1,
+}  # fmt: skip
 LISTS = {"payloads": "payload", "prompts": "payload"}
 
 
@@ -198,17 +193,9 @@ def reads_of_payloads(source: str) -> set[str]:
     # what one worker holds is bounded by its capacity
     commands = set(re.findall(r"call\('(\w+)'(?!, leased\))", re.sub(r"--.*", "", source)))
     return commands & {
-        "GET",
-        "MGET",
-        "GETRANGE",
-        "GETDEL",
-        "KEYS",
-        "SCAN",
-        "HGETALL",
-        "HVALS",
-        "SMEMBERS",
+        "GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS",
         "HSCAN",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -287,18 +274,11 @@ def test_header_is_read_with_types_and_bounds() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "-- KEYS a",
-        "-- KEYS a  BITMAP",
-        "-- KEYS a, b  HASH, HASH",
-        "-- KEYS a, b  HASH x1..2",
-        "-- KEYS[1] a  HASH",
-        "-- ARGV a, b  name",
-        "-- ARGV a",
-        "-- ARGV a  groups at most",
-        "-- ARGV a  name x1..",
-        "-- ARGV a  name x1..2\n-- ARGV b  name",
+        "-- KEYS a", "-- KEYS a  BITMAP", "-- KEYS a, b  HASH, HASH", "-- KEYS a, b  HASH x1..2",
+        "-- KEYS[1] a  HASH", "-- ARGV a, b  name", "-- ARGV a", "-- ARGV a  groups at most",
+        "-- ARGV a  name x1..", "-- ARGV a  name x1..2\n-- ARGV b  name",
     ],
-)
+)  # fmt: skip
 def test_header_line_without_a_contract_is_refused(line: str) -> None:
     with pytest.raises(ScriptError, match=r"header|nothing follows a tail"):
         ScriptHeader.parse(f"#!lua\n{line}")

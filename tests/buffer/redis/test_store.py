@@ -47,12 +47,8 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
     disturbed(lambda: scene.run.control.renew_role("producer", scene.producer, closing=True))
     scene.check()
     expected = {
-        "enqueued": "2",
-        "consumed": "1",
-        "archived": "1",
-        "produced_samples": "2",
-        "arrivals": "2",
-    }
+        "enqueued": "2", "consumed": "1", "archived": "1", "produced_samples": "2", "arrivals": "2",
+    }  # fmt: skip
     assert {name: scene.counters()[name] for name in expected} == expected
 
 

@@ -80,18 +80,10 @@ FRAME = compress(group_bytes.encode(group()), "zstd")
         ZSTD_MAGIC,
     ],
     ids=[
-        "no size",
-        "lies",
-        "cut",
-        "header",
-        "trailing",
-        "two",
-        "altered",
-        "not msgpack",
-        "twice",
+        "no size", "lies", "cut", "header", "trailing", "two", "altered", "not msgpack", "twice",
         "magic",
     ],
-)
+)  # fmt: skip
 def test_damaged_or_dishonest_frames_are_wire_errors(data: bytes) -> None:
     with pytest.raises(WireError):
         group_bytes.decode(data)

@@ -52,15 +52,11 @@ def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) 
     )
     rollouts = [
         (
-            s.index,
-            s.status,
-            s.response,
-            s.reward,
-            s.response_ids.tolist(),
+            s.index, s.status, s.response, s.reward, s.response_ids.tolist(),
             float(s.logprobs.sum(dtype="f8")),
         )
         for s in group.states
-    ]
+    ]  # fmt: skip
     assert [tuple(row.values()) for row in found["rollouts"]] == rollouts
 
 

@@ -157,26 +157,15 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
 
 
 CRASHES: list[tuple[type, str, int]] = [
-    (RolloutConsumer, "open", 1),
-    (FolderSender, "write", 1),
-    (RolloutConsumer, "evaluate", 1),
-    (RolloutConsumer, "take_batch", 1),
-    (TrainController, "train", 4),
-    (FolderSender, "write", 4),
-    (RolloutConsumer, "pause", 4),
-    (RolloutConsumer, "publish_weights", 4),
-    (RolloutConsumer, "continue_", 4),
-    (StepWriter, "add_step", 4),
-    (CheckpointFolder, "begin", 1),
-    (CheckpointFolder, "complete", 1),
-    (CheckpointFolder, "begin", 2),
-    (CheckpointFolder, "complete", 2),
-    (CheckpointFolder, "prune", 3),
-    (RolloutConsumer, "commit", 2),
-    (RolloutConsumer, "evaluate", 2),
-    (StepWriter, "add_evaluation", 2),
-    (RolloutConsumer, "finish", 1),
-]
+    (RolloutConsumer, "open", 1), (FolderSender, "write", 1), (RolloutConsumer, "evaluate", 1),
+    (RolloutConsumer, "take_batch", 1), (TrainController, "train", 4), (FolderSender, "write", 4),
+    (RolloutConsumer, "pause", 4), (RolloutConsumer, "publish_weights", 4),
+    (RolloutConsumer, "continue_", 4), (StepWriter, "add_step", 4), (CheckpointFolder, "begin", 1),
+    (CheckpointFolder, "complete", 1), (CheckpointFolder, "begin", 2),
+    (CheckpointFolder, "complete", 2), (CheckpointFolder, "prune", 3),
+    (RolloutConsumer, "commit", 2), (RolloutConsumer, "evaluate", 2),
+    (StepWriter, "add_evaluation", 2), (RolloutConsumer, "finish", 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,5 @@ def test_position_forgets_batches_that_are_never_delivered_again() -> None:
     position.forget(2)
     assert (position.step, list(position.batches)) == (3, [3])
     assert [group_id("math", step) in position.trained for step in range(5)] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
+        False, True, True, True, False,
+    ]  # fmt: skip

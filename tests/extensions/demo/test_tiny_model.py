@@ -37,15 +37,8 @@ def test_tokenizer_makes_one_token_per_digit_and_per_phrase(model_dir: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer.encode(QUESTION, add_special_tokens=False)
     assert [tokenizer.decode(i) for i in ids] == [
-        SPEC.phrases[0],
-        "4",
-        " + ",
-        "1",
-        "7",
-        " - ",
-        "2",
-        " =",
-    ]
+        SPEC.phrases[0], "4", " + ", "1", "7", " - ", "2", " =",
+    ]  # fmt: skip
 
 
 def test_chat_template_ends_with_the_assistants_turn(model_dir: Path) -> None:

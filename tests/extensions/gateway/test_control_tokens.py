@@ -178,16 +178,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "responses": (
         CODEX,
         [
-            ".instructions",
-            ".input[1].role",
-            ".input[3].arguments",
-            ".input[5].input",
-            ".tools[0].parameters.required[0]",
-            ".tools[1].format.definition",
-            ".tools[2].name",
+            ".instructions", ".input[1].role", ".input[3].arguments", ".input[5].input",
+            ".tools[0].parameters.required[0]", ".tools[1].format.definition", ".tools[2].name",
         ],
     ),
-}
+}  # fmt: skip
 
 
 def arguments_planted(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -273,12 +268,8 @@ def test_no_place_of_what_an_environment_answers_makes_a_control_token(gullible:
         if "plant" in gullible.decode(state.response_ids):
             reached.add(place)
     assert {
-        "[0].role",
-        "[0].mood.deep (key)",
-        "[1].content",
-        "[1].name",
-        "[2].content[1].text",
-    } <= reached
+        "[0].role", "[0].mood.deep (key)", "[1].content", "[1].name", "[2].content[1].text",
+    } <= reached  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -195,15 +195,10 @@ def one_by_one(messages: list[Any]) -> list[Any]:
         one_by_one,
     ],
     ids=[
-        "as it was",
-        "without thoughts",
-        "arguments anew",
-        "trimmed",
-        "cached",
-        "other ids",
+        "as it was", "without thoughts", "arguments anew", "trimmed", "cached", "other ids",
         "one by one",
     ],
-)
+)  # fmt: skip
 def test_what_anthropics_client_sends_back_continues_the_tokens_that_were_sampled(
     chat: Any, change: Change
 ) -> None:
@@ -282,15 +277,9 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
 
     _, states = conversation(chat, solve, [f"line {n}" for n in range(10)], "all")
     assert contexts(states) == {
-        "system": 1,
-        "history": 1,
-        "turn": 1,
-        "tools": 1,
-        "again": 1,
-        "branch": 1,
-        "conversation": 2,
-        "other_system": 3,
-    }
+        "system": 1, "history": 1, "turn": 1, "tools": 1, "again": 1, "branch": 1,
+        "conversation": 2, "other_system": 3,
+    }  # fmt: skip
     assert len(states) == 1 + 8
 
 

@@ -60,12 +60,8 @@ def service(model: Path) -> Iterator[None]:
     """Start the service in a process of its own, and let this one's clients use it."""
     port = model.parent / "port"
     command = [
-        sys.executable,
-        "-m",
-        "tests.extensions.trainers.tinker_server",
-        str(model),
-        str(port),
-    ]
+        sys.executable, "-m", "tests.extensions.trainers.tinker_server", str(model), str(port),
+    ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT)
     with pytest.MonkeyPatch.context() as patch:
         try:

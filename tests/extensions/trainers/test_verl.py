@@ -245,17 +245,9 @@ def test_a_config_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 KILLS = [
-    ("generate", 3),
-    ("put", 2),
-    ("update", 2),
-    ("save", 4),
-    ("saved", 8),
-    ("generate", 2),
-    ("put", 2),
-    ("update", 14),
-    ("take", 14),
-    ("save", 20),
-]
+    ("generate", 3), ("put", 2), ("update", 2), ("save", 4), ("saved", 8), ("generate", 2),
+    ("put", 2), ("update", 14), ("take", 14), ("save", 20),
+]  # fmt: skip
 """Where the jobs are killed, one after the other, and at which sample."""
 
 

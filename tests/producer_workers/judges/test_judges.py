@@ -45,19 +45,10 @@ def test_judge_takes_numbers_and_dicts_of_numbers(value: Any, reward: dict[str, 
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        "1.0",
-        float("nan"),
-        float("inf"),
-        {},
-        {"reward": 1.0},
-        {"score": None},
-        {"score": 1.0, "length": float("nan")},
-        {"score": 1.0, 3: 1.0},
-        np.array([1.0, 2.0]),
-        [1.0],
+        None, "1.0", float("nan"), float("inf"), {}, {"reward": 1.0}, {"score": None},
+        {"score": 1.0, "length": float("nan")}, {"score": 1.0, 3: 1.0}, np.array([1.0, 2.0]), [1.0],
     ],
-)
+)  # fmt: skip
 def test_judge_error_names_the_judge_when_it_returns_no_reward(value: Any) -> None:
     with pytest.raises(JudgeError, match="judge 'mine' returned"):
         judged(returning(value))

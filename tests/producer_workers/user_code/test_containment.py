@@ -130,17 +130,9 @@ async def deciding(name: str) -> AsyncIterator[Call]:
 
 
 KINDS: dict[str, Any] = {
-    "judge": judging,
-    "judge_later": judging,
-    "keep": filtering,
-    "tool": using,
-    "tool_later": using,
-    "World": playing,
-    "agent": acting,
-    "agent_later": acting,
-    "record": reading,
-    "go_on": deciding,
-}
+    "judge": judging, "judge_later": judging, "keep": filtering, "tool": using, "tool_later": using,
+    "World": playing, "agent": acting, "agent_later": acting, "record": reading, "go_on": deciding,
+}  # fmt: skip
 WAYS = {"judge", "agent_later", "go_on"}
 """Waited for in a loop, alone, and in a thread: the others are slow."""
 ANY_RESULT = {"tool", "tool_later", "go_on"}

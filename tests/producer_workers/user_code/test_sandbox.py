@@ -92,15 +92,8 @@ def test_a_caged_program_sees_no_file_but_its_interpreter(tmp_path: Path) -> Non
     secret = tmp_path / "secret"
     secret.write_text("the key")
     targets = [
-        "/etc/passwd",
-        "/etc/shadow",
-        "/proc",
-        "/sys",
-        "/home",
-        "/var",
-        "/run",
-        "/usr/bin/env",
-    ]
+        "/etc/passwd", "/etc/shadow", "/proc", "/sys", "/home", "/var", "/run", "/usr/bin/env",
+    ]  # fmt: skip
     targets += [str(secret), str(HERE), str(Path.home() / ".ssh"), f"/proc/{os.getpid()}/environ"]
     bound = (sys.prefix, sys.base_prefix)
     shown = [

@@ -96,21 +96,13 @@ def test_every_number_has_a_lower_and_an_upper_bound(model: type[Config]) -> Non
 @pytest.mark.parametrize(
     "override",
     [
-        "tasks.math.prompt_repeat_k=100000",
-        "lease.lease_ms=90000000",
-        "producer.slice_size=129",
-        f"plan.steps={2**65}",
-        "learner.betas=[0.9, 1.0]",
-        "trainer.device=tpu",
-        "memory.budget_bytes='-3'",
-        "memory.budget_bytes='9999999TB'",
-        "launch.trainer_gpus=[-1]",
-        "evaluation.groups=1025",
-        "tasks.sums.judge={}",
-        'tasks.sums.judge={"*" = {}}',
+        "tasks.math.prompt_repeat_k=100000", "lease.lease_ms=90000000", "producer.slice_size=129",
+        f"plan.steps={2**65}", "learner.betas=[0.9, 1.0]", "trainer.device=tpu",
+        "memory.budget_bytes='-3'", "memory.budget_bytes='9999999TB'", "launch.trainer_gpus=[-1]",
+        "evaluation.groups=1025", "tasks.sums.judge={}", 'tasks.sums.judge={"*" = {}}',
         'tasks.sums.judge={"*" = {gsm8k = 0.0}}',
     ],
-)
+)  # fmt: skip
 def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) -> None:
     key = override.partition("=")[0].partition(".judge")[0]
     with pytest.raises(ConfigError, match=rf"1 problem\n  {key}"):

@@ -82,15 +82,9 @@ def test_no_text_of_a_worker_is_read_as_html_on_any_view(
     scene.write_as("w0", job, group.states)
     forge(scene, EVIL)
     views = (
-        "run",
-        "groups",
-        f"groups/{job.gid}",
-        "groups/math-0000000003",
-        "workers",
-        "dead",
-        "control",
-        "events",
-    )
+        "run", "groups", f"groups/{job.gid}", "groups/math-0000000003", "workers", "dead",
+        "control", "events",
+    )  # fmt: skip
     go(chromium, address, "run")
     for view in views:
         turn(chromium, view)

@@ -15,15 +15,8 @@ from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 
 VIEWS = (
-    "run",
-    "groups",
-    "groups/math-0000000003",
-    "workers",
-    "workers/w0",
-    "dead",
-    "control",
-    "events",
-)
+    "run", "groups", "groups/math-0000000003", "workers", "workers/w0", "dead", "control", "events",
+)  # fmt: skip
 
 
 def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str = "l1") -> None:

@@ -67,12 +67,8 @@ FOREIGN = (
 """Keys of other applications, and of none."""
 
 CHANNELS = (
-    "rq:pubsub:host.1",
-    "__keyevent@0__:set",
-    "news",
-    "rq:pubsub:rmq-judge",
-    "rmq:{demo}:control",
-)
+    "rq:pubsub:host.1", "__keyevent@0__:set", "news", "rq:pubsub:rmq-judge", "rmq:{demo}:control",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])

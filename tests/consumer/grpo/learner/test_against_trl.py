@@ -184,19 +184,12 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 PLAIN = {
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.28,
-    "beta": 0.0,
-    "importance_sampling_level": "token",
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_clip_min": None,
-    "_entropy_bonus_enabled": False,
-    "off_policy_mask_threshold": None,
-    "use_adaptive_entropy": False,
-    "current_gradient_accumulation_steps": 1,
-    "max_completion_length": LONGEST,
-}
+    "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0, "importance_sampling_level": "token",
+    "use_vllm": False, "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_clip_min": None, "_entropy_bonus_enabled": False,
+    "off_policy_mask_threshold": None, "use_adaptive_entropy": False,
+    "current_gradient_accumulation_steps": 1, "max_completion_length": LONGEST,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -308,13 +308,9 @@ def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Pat
     controller.fit(batch())
     yes = FINISHED
     assert controller.fates == [
-        *(yes, "overlong", yes, yes),
-        *(yes, "truncated", yes, yes),
-        *["no_advantage"] * 4,
-        *(yes, yes, yes, ""),
-        *["missing_reward"] * 4,
-        *("stale", yes, yes, yes),
-    ]
+        *(yes, "overlong", yes, yes), *(yes, "truncated", yes, yes), *["no_advantage"] * 4,
+        *(yes, yes, yes, ""), *["missing_reward"] * 4, *("stale", yes, yes, yes),
+    ]  # fmt: skip
     columns = BatchColumns.of(batch(), controller.advantages, controller.fates)
     assert columns.lengths_by_fate()["task", "overlong"] == [9]
     assert columns.lengths_by_fate()["t", "truncated"] == [5]

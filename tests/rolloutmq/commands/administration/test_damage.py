@@ -49,24 +49,13 @@ ONE_COPY = re.compile(
 
 
 OF_A_MOVE = {
-    ("batch", "last junk"),
-    ("bytes", "came junk"),
-    ("control", "epoch junk"),
-    ("control", "weights junk"),
-    ("cursors", "math junk"),
-    ("garbage", "member junk"),
-    ("group", "chunks junk"),
-    ("group", "payload deleted"),
-    ("group", "stage junk"),
-    ("group", "version junk"),
-    ("jobs", "entry junk"),
-    ("ledger", "taken junk"),
-    ("lineages", "last junk"),
-    ("meta", "tasks junk"),
-    ("pool", "member junk"),
-    ("progress", "consumed junk"),
-    ("bad_submissions", "w0 junk"),
-}
+    ("batch", "last junk"), ("bytes", "came junk"), ("control", "epoch junk"),
+    ("control", "weights junk"), ("cursors", "math junk"), ("garbage", "member junk"),
+    ("group", "chunks junk"), ("group", "payload deleted"), ("group", "stage junk"),
+    ("group", "version junk"), ("jobs", "entry junk"), ("ledger", "taken junk"),
+    ("lineages", "last junk"), ("meta", "tasks junk"), ("pool", "member junk"),
+    ("progress", "consumed junk"), ("bad_submissions", "w0 junk"),
+}  # fmt: skip
 """Changed fields that the processes read; the others are the same to them, or only counted."""
 
 NAMED_BY_WHAT_IS_MISSING = re.compile(
