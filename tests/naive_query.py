@@ -94,7 +94,6 @@ def _leaves(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def _condition(draw: st.DrawFn, name: str) -> Any:
-    """A value, or some operators with their operands."""
     operands = OPERANDS[name]
     if draw(BOOLEANS):
         return draw(operands[""])

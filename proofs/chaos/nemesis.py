@@ -103,7 +103,6 @@ class Nemesis:
         return ()
 
     def strike(self) -> None:
-        """Deal the next card."""
         if not self._deck:
             self._deck = self._new_deck()
         # the first that can be dealt now; what hits a process waits until that is back at work

@@ -85,7 +85,6 @@ def recoveries(events: Sequence[Event]) -> dict[str, float]:
 
 
 def lines(verdict: Verdict, recovered: Mapping[str, float]) -> list[str]:
-    """The figures, and the first ten problems of each kind."""
     figures = dict(verdict.figures)
     by_kind = figures.pop("faults_by_kind")
     told = [f"{name.replace('_', ' '):>24}  {value}" for name, value in figures.items()]

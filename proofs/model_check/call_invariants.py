@@ -240,7 +240,6 @@ def _quarantined(before: Image, after: Image, reply: list[Any]) -> None:
 
 
 def _positions_are_kept(before: Image, after: Image, reply: Any = None) -> None:
-    """A group that leaves a batch is replaced, or leaves an open position in its header."""
     old, new = batches(before), batches(after)
     for step in old.keys() & new.keys():
         sizes = [len(lines) - 1 + _open_positions(lines[0]) for lines in (old[step], new[step])]

@@ -1,5 +1,3 @@
-"""The model of networks agrees with what can be computed by hand."""
-
 from __future__ import annotations
 
 import pytest

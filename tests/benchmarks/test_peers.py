@@ -1,5 +1,3 @@
-"""The comparison with other queues runs where none of them is installed, and compares values."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

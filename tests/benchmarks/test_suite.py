@@ -1,5 +1,3 @@
-"""The benchmarks run, and say what they must; how fast anything is, no test can know."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -125,7 +125,6 @@ class HostileStore(FaultyStore):
         return exact(self.raw, self.run)
 
     def _refused(self, entry: Script, calls: Sequence[Call]) -> None:
-        """The calls are answered with RMQ_ARG."""
         self.tried[entry.name] += len(calls)
         pipe = self.raw.pipeline(transaction=False)
         for _, keys, args in calls:

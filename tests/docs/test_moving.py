@@ -63,7 +63,6 @@ def test_every_public_name_of_xtuner_is_listed_or_is_ours_too() -> None:
 
 
 def calls() -> list[str]:
-    """Return the calls of the replay buffer that the page prints in its column "here"."""
     section = PAGE.partition("### Replay buffer")[2].partition("###")[0]
     ours = "".join(re.findall(r"^\| .*? \| (.*) \|$", section, re.M))
     return re.findall(r"`(\w+\([^`]*\))`", ours)

@@ -1,5 +1,3 @@
-"""Every code name in backticks on a page exists: files, modules, functions, classes, config keys."""
-
 from __future__ import annotations
 
 import re

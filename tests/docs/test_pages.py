@@ -42,7 +42,6 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def files_of_the_readme() -> dict[str, str]:
-    """Return the blocks that begin with the name of a file, by that name."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w+\n(# (my_[\w.]+)\n.*?)^```$", text, re.M | re.S)
     return {name: code for code, name in blocks}

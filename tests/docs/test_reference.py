@@ -1,5 +1,3 @@
-"""The reference pages that the site makes from the code."""
-
 from __future__ import annotations
 
 import re

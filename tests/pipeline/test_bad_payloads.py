@@ -80,8 +80,6 @@ async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: 
 
 
 async def _serve(yard: Yard, answers: dict[str, bytes], judge_from_function: Any) -> None:
-    """Start a judge at a URL that answers for each group, by its ground truth, what is given."""
-
     async def answer(request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
         return web.Response(

@@ -1,5 +1,3 @@
-"""An engine that dies is replaced, later each time, and not for ever; its groups do not wait."""
-
 from __future__ import annotations
 
 import asyncio

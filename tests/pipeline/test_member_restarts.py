@@ -1,5 +1,3 @@
-"""Members, not groups, start again: after a pause, with age, and after a failure."""
-
 from __future__ import annotations
 
 import asyncio

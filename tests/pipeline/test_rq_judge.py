@@ -1,5 +1,3 @@
-"""Judges in rq's work-horses: real rq workers as processes; killed, starved and lied to."""
-
 from __future__ import annotations
 
 import asyncio
@@ -252,7 +250,6 @@ def touch(job: Any, *_: object) -> None:
 
 @contextmanager
 def listening() -> Iterator[tuple[str, list[str]]]:
-    """A URL, and what was asked there."""
     asked: list[str] = []
 
     def answer(path: str, _: Any) -> tuple[int, bytes]:

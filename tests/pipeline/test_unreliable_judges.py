@@ -1,5 +1,3 @@
-"""Judges and filters that hang, exit or return nonsense, and pauses that do not wait for judges."""
-
 from __future__ import annotations
 
 import asyncio

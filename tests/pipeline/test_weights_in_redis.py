@@ -1,5 +1,3 @@
-"""Weights in chunks through the run's own server: all of them or none; old ones are deleted."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -92,7 +92,6 @@ def ours(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the list of scripts to a file."""
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
         subprocess.run(

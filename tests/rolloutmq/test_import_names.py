@@ -1,5 +1,3 @@
-"""Files of the user's that are called like our packages break neither the command nor a script."""
-
 from __future__ import annotations
 
 import subprocess
@@ -34,7 +32,6 @@ kind = "simulated"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a consumer.py, a buffer/ and a configs.py of the user's."""
     (tmp_path / "buffer").mkdir()
     for file in ("consumer.py", "buffer/__init__.py"):
         (tmp_path / file).write_text(THEIRS, encoding="utf-8")

@@ -1,5 +1,3 @@
-"""A new project passes its own test and the check; tests/pipeline/test_own_parts.py runs one."""
-
 from __future__ import annotations
 
 from pathlib import Path

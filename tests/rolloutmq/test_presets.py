@@ -1,5 +1,3 @@
-"""A command finds the configs that come with the package, from any folder."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The public names: frozen, importable, light, and the only ones that the docs import."""
-
 from __future__ import annotations
 
 import re

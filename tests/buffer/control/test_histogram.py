@@ -1,5 +1,3 @@
-"""Durations in buckets: counts, quantiles, and what a heartbeat carries of them."""
-
 from __future__ import annotations
 
 import pytest

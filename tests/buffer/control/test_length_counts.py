@@ -1,5 +1,3 @@
-"""Lengths in buckets, and the bias between what was started and what had a gradient."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

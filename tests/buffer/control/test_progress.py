@@ -1,5 +1,3 @@
-"""One reading of a run agrees with what was done to it."""
-
 from __future__ import annotations
 
 import pytest

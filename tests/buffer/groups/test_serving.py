@@ -1,5 +1,3 @@
-"""The queues that a worker of a mixed fleet claims from, and their order."""
-
 from __future__ import annotations
 
 from buffer.groups.job_queue import Serves, serving_order

@@ -171,7 +171,6 @@ class Model:
         return min([made.version, *(step for _, step in later)])
 
     def pooled(self, stage: str, task: str) -> list[Group]:
-        """A pool in its order."""
         return sorted(self.at(stage, task), key=lambda g: (self.score(g), g.arrival))
 
     def fresh(self, task: str) -> list[Group]:

@@ -19,7 +19,6 @@ WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
 
 @pytest.fixture
 def busy(make_scene: Callable[..., Scene]) -> Scene:
-    """Return a run with one group in every stage."""
     scene = make_scene(max_tries=1)
     scene.open_trainer()
     scene.enqueue(9, samples=[2] * 8 + [0])

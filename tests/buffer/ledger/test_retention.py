@@ -15,7 +15,6 @@ from tests.buffer.scene import Scene
 
 
 def train(scene: Scene, steps: range) -> dict[int, Manifest]:
-    """Commit steps of two groups each, one by one."""
     batches = {}
     for step in steps:
         scene.ready(step, step, lineage="l1")

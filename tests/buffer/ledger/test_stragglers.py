@@ -1,5 +1,3 @@
-"""Groups that run when their last train step is taken: it waits for them if the task says so."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

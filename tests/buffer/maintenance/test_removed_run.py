@@ -1,5 +1,3 @@
-"""Calls that come after a run was removed, or while it is: none changes anything, and each says so."""
-
 from __future__ import annotations
 
 import re
@@ -25,7 +23,6 @@ OPENING = {"create_run", "regenerate", "register", "producer_open", "trainer_ope
 
 @pytest.fixture
 def last_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Command]:
-    """Return the last call of each script."""
     made: dict[str, Command] = {}
     command = Script.command
 

@@ -1,5 +1,3 @@
-"""Payloads that travel without copies: whole, in order, and with the library's errors."""
-
 from __future__ import annotations
 
 import gc
@@ -24,7 +22,6 @@ def payload(size: int) -> bytes:
 
 @pytest.fixture
 def key(scene: Scene) -> str:
-    """Prefix of keys that lie where the run does."""
     return f"{scene.keys.prefix}payload:test"
 
 

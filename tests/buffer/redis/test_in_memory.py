@@ -1,5 +1,3 @@
-"""A server in memory: who shares it, who waits on it, and what is said where it cannot be had."""
-
 from __future__ import annotations
 
 import sys

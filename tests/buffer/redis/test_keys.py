@@ -1,5 +1,3 @@
-"""Every key is built in one place, lies in one slot, and cannot be forged by a name."""
-
 from __future__ import annotations
 
 import pytest

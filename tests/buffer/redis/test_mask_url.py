@@ -1,5 +1,3 @@
-"""Passwords are masked in one pass: what is masked is compared with the regular expressions that say it."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""A server on which a command has another name: one typed error names it, whoever needs it."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Retries: pauses between attempts, and logs that report a change of state once."""
-
 from __future__ import annotations
 
 import logging

@@ -24,7 +24,6 @@ from tests.servers import start_server
 def hostile(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostileStore]:
-    """Yield a store after a whole story."""
     folder: Path = tmp_path_factory.mktemp("hostile")
     with start_server(request.param, folder / "server") as server, server.connect() as raw:
         store = HostileStore(server.url, raw, "hostile")

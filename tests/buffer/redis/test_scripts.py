@@ -34,7 +34,6 @@ def slots(name: str, array: str) -> list[Slot]:
 
 
 def table() -> dict[str, str]:
-    """Key name to type, from the table in buffer/redis/keys.py."""
     apart = ("dead:<gid>", "weights:<lineage>:<version>")  # beside a key of the same name
     return {
         re.sub(r"<.*", "", key).rstrip(":") + (":" if key in apart else ""): row.type
@@ -43,7 +42,6 @@ def table() -> dict[str, str]:
 
 
 def calls_of(code: str, function: str) -> Iterator[list[str]]:
-    """Yield the arguments of each call of a function."""
     for match in re.finditer(re.escape(function) + r"\(", code):
         depth, start, found = 1, match.end(), []
         for place in range(start, len(code)):
@@ -142,7 +140,6 @@ LISTS = {"payloads": "payload", "prompts": "payload"}
 
 
 def kind_of_key(slot: str) -> str:
-    """Return the row of the key table for the key of a slot."""
     if slot in LISTS:
         return LISTS[slot]
     key = Keys("demo").slots(**FACTS, step=1)[slot].removeprefix("rmq:{demo}:")
@@ -189,7 +186,6 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
 
 
 def reads_of_payloads(source: str) -> set[str]:
-    """Commands of a script that read a payload, or read without a bound."""
     # what one worker holds is bounded by its capacity
     commands = set(re.findall(r"call\('(\w+)'(?!, leased\))", re.sub(r"--.*", "", source)))
     return commands & {

@@ -1,5 +1,3 @@
-"""A model is known by its weights, however they are cut into files."""
-
 from __future__ import annotations
 
 from io import BytesIO

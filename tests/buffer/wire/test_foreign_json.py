@@ -1,5 +1,3 @@
-"""JSON of strangers is read within bounds, or refused; nothing else happens."""
-
 from __future__ import annotations
 
 from typing import Any

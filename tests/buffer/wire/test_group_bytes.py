@@ -465,7 +465,6 @@ INFINITE = [-0.5, float("-inf"), -2.0]
 
 
 def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
-    """The document with another column."""
     columns = unpack(raw["columns"], memoryview(raw["data"]))
     columns[name] = np.array(values, layout_of(name).dtype)
     directory, pieces, _ = pack(columns)

@@ -1,5 +1,3 @@
-"""The wire format needs nothing of this project: readers in other words, and in another language."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""RolloutState and RolloutGroup: columns, versions, statuses."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The metrics of a step: the reference's throughput example, windows of progress, group times."""
-
 from __future__ import annotations
 
 import numpy as np

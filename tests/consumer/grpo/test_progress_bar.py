@@ -1,5 +1,3 @@
-"""The bar of a trainer on a terminal, with log lines above it."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Weights are published beside the next steps: in order, all of them, and never half."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""The trainer dies between any two lines, and ends with the weights of one that never died."""
-
 from __future__ import annotations
 
 import shutil
@@ -58,7 +56,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Config:
-    """Its parameter is [learner.lora]."""
     lora = getattr(request, "param", None)
     return training_config(
         run.name,
@@ -96,7 +93,6 @@ def last_state(config: Config) -> dict[str, torch.Tensor]:
 
 
 def published(run: Run) -> list[str]:
-    """Return the versions of all published weights, in order."""
     rows = [fields for _, fields in run.store.client.xrange(run.keys.events)]
     return [
         row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"
@@ -115,7 +111,6 @@ def undisturbed(ends: dict[bool, dict[str, Any]], config: Config) -> dict[str, A
 
 
 def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
-    """Check the account, and that history and weights equal those of the undisturbed run."""
     log = history(config)
     state = last_state(config)
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))

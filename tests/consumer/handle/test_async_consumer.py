@@ -1,5 +1,3 @@
-"""The asynchronous consumer: no blocked event loop, harmless cancellation, reasons, events."""
-
 from __future__ import annotations
 
 import asyncio

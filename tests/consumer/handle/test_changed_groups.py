@@ -1,5 +1,3 @@
-"""A trainer whose groups change in memory neither commits the step nor publishes its weights."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""A checkpoint is complete or absent, whenever the trainer dies, and lists the trained draws."""
-
 from __future__ import annotations
 
 import re
@@ -42,8 +40,6 @@ def write(checkpoints: CheckpointFolder, step: int) -> Path:
 
 
 def write_whole(checkpoints: CheckpointFolder, step: int) -> None:
-    """Write a checkpoint with the state of a trainer of two ranks."""
-
     def save(folder: Path) -> None:
         for rank in (0, 1):
             state = {"model/a": torch.ones(2, 4), "step": torch.tensor(step)}

@@ -1,5 +1,3 @@
-"""Payloads are read ahead, never taken ahead; what a take names is the same with and without."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Balanced shares of batches, and whole steps as a torch data set (several ranks: test_ranks.py)."""
-
 from __future__ import annotations
 
 from typing import Any

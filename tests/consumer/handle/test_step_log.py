@@ -1,5 +1,3 @@
-"""What the trainer logs, and what its readers see after it was killed within a line."""
-
 from __future__ import annotations
 
 from pathlib import Path

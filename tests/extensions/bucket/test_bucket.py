@@ -1,5 +1,3 @@
-"""Weights through a real S3 server: whole versions or none, whoever is killed, and whatever is changed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -55,7 +53,6 @@ def started(link: Link, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def let(process: subprocess.Popen[str]) -> None:
-    """Let a process do its next thing."""
     assert process.stdin
     process.stdin.write("\n")
     process.stdin.flush()

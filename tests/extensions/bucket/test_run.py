@@ -1,5 +1,3 @@
-"""A run whose trainer and workers share no folder: their weights go through the bucket alone."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""The tiny model's files are what transformers expects, and the warm start teaches it something."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -41,7 +41,6 @@ EVERYTHING = (
 
 @pytest.fixture
 def gullible(tokenizer: Any) -> Any:
-    """Return a tokenizer with a template that writes all that it is given."""
     made = copy.deepcopy(tokenizer)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", PLANT]})
     made.chat_template = EVERYTHING
@@ -51,7 +50,6 @@ def gullible(tokenizer: Any) -> Any:
 
 
 def planted(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each place of a value, and the value with a control token there."""
     match value:
         case str():
             yield place, f"{value}{PLANT}\n"

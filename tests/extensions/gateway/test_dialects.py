@@ -1,5 +1,3 @@
-"""Test every dialect by its vendor's own client: what the agent gets, and what is recorded of it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,7 +41,6 @@ Change = Callable[[list[Any]], list[Any]]
 def conversation(
     chat: Any, agent: Any, lines: list[str] | None = None, train: str = "task"
 ) -> tuple[Recorder, list[RolloutState]]:
-    """Run an agent against a model with a script, and check the record token by token."""
     engine = Recorder(chat, lines or LINES)
     loop = loop_of(chat, agent=agent, train=train)
     states = run(loop, engine, questions("2 + 3?", max_tokens=10_000))
@@ -159,7 +156,6 @@ def written_anew(value: Any) -> Any:
 
 
 def one_by_one(messages: list[Any]) -> list[Any]:
-    """Send each block of the user in a message of its own."""
     made = []
     for message in as_dicts(messages):
         blocks = message["content"]
@@ -541,8 +537,6 @@ ODD = {"a": 2512292042121000001123, "b": {"code": "x = 1\n\ty\n"}}
 def test_an_agent_gets_numbers_and_texts_of_a_call_as_they_are_and_may_send_them_back(
     chat: Any, dialect: str
 ) -> None:
-    """Also where its history is read again, in a new context."""
-
     async def of_chat(task: AgentTask) -> Any:
         messages: list[Any] = [*task.messages]
         said = (await ask(task, messages, tools=[TOOL])).message
@@ -836,7 +830,6 @@ class SlowRecorder(Recorder):
 
 
 async def stream_of(vendor: str, task: AgentTask) -> str:
-    """Return what a client of a vendor reads from a stream."""
     if vendor == "anthropic":
         asked: Any = {**CLAUDE, "messages": task.messages}
         async with (

@@ -1,5 +1,3 @@
-"""Test that the gateway records agents of the OpenAI API token by token, by its own client."""
-
 from __future__ import annotations
 
 import asyncio

@@ -322,7 +322,6 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
 
 
 def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open contexts up to the limit."""
     monkeypatch.setattr(session, "MOST_SEGMENTS", 3)
 
     async def scene(desk: Desk) -> None:
@@ -389,7 +388,6 @@ PLANS = st.tuples(
 def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever(
     total: int, plans: list[Plan]
 ) -> None:
-    """Run plans of requests in any order."""
     running: dict[int, int] = {}
     sampled = 0
 

@@ -1,5 +1,3 @@
-"""Test that the gateway neither drops a part of an agent's history nor sends it elsewhere."""
-
 from __future__ import annotations
 
 import asyncio

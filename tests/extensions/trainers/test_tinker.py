@@ -82,7 +82,6 @@ ENGINE = PythonConfig(
 
 
 async def group_of(engine: Any, **params: Any) -> RolloutGroup:
-    """Return two sampled rollouts of a prompt, the longer one rewarded."""
     states = []
     for index, tokens in enumerate((12, 5)):
         made = await engine.generate(
@@ -96,7 +95,6 @@ async def group_of(engine: Any, **params: Any) -> RolloutGroup:
 
 
 def logprobs_of(model: Path, response: Any) -> Any:
-    """Return the model's natural logprobs of a response."""
     ids = torch.tensor(np.concatenate([PROMPT, response])[None].astype("<i8"))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model)(input_ids=ids).logits[0, :-1]

@@ -1,5 +1,3 @@
-"""Test several turns with tools: token-exact, within one budget, resumable at any token."""
-
 from __future__ import annotations
 
 import asyncio
@@ -132,7 +130,6 @@ def rollout(**params: Any) -> RolloutState:
 
 @pytest.fixture
 def chat(tokenizer: Any) -> Any:
-    """Return the tokenizer, with a template that knows tools."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
     return tokenizer

@@ -1,5 +1,3 @@
-"""Calls as models write them; what cannot be read is a call without arguments, never an exception."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Test images that rows name: what is accepted, what is refused and where, and their prompt."""
-
 from __future__ import annotations
 
 import base64

@@ -1,5 +1,3 @@
-"""Rows that are too large, keys that a table adds, and files that are no data: in every kind of data set."""
-
 from __future__ import annotations
 
 import tracemalloc
@@ -153,7 +151,6 @@ MESSAGES: Rows = [
 def test_null_keys_of_a_table_reach_neither_tools_nor_messages(
     write: Callable[[Path, Rows], Any], tmp_path: Path
 ) -> None:
-    """All rows of a table have the keys of any row."""
     rows = [
         {"messages": MESSAGES, "tools": FUNCTIONS[n:], "meta": {"k": None, "l": n}}
         for n in range(2)

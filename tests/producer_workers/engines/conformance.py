@@ -558,7 +558,6 @@ class RoutedContract:
 
 
 def check_experts(made: Generation, prompt: Any, mixtures: dict[PolicyVersion, Path]) -> None:
-    """Check that each row is of the weights that sampled the token behind it."""
     by = [
         PolicyVersion(span.lineage, span.version) for span in made.spans for _ in range(span.length)
     ]
@@ -619,7 +618,6 @@ class MaskContract:
 
 
 def check_masks(made: Generation, prompt: Any, weights: dict[PolicyVersion, Path]) -> None:
-    """Check each set by the definition of top-p, and each logprob by the mass of its set."""
     assert isinstance(made.sampling_mask, SamplingMask)
     assert made.sampling_mask.problem(made.token_ids) == ""
     ends = np.cumsum(made.sampling_mask.counts)

@@ -1,5 +1,3 @@
-"""Bad folders of models and adapters are refused before an engine reads them."""
-
 from __future__ import annotations
 
 import shutil

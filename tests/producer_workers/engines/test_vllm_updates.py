@@ -134,7 +134,6 @@ async def sample_through_updates(
 
 
 def distances(history: Sequence[Path], made: Sequence[Generation]) -> list[NDArray[np.float64]]:
-    """Return, by span, how far the logprobs are from those of the stamped version."""
     by_span: list[list[NDArray[np.float64]]] = [[] for _ in history]
     for one in made:
         tokens = PROMPT.tolist(), one.token_ids.tolist()

@@ -35,7 +35,6 @@ START_S = 500.0
 
 @contextmanager
 def vllm_server(model: Path, more: Sequence[str] = ADAPTERS) -> Iterator[str]:
-    """Start a server, yield its URL once it answers, and leave no process behind."""
     log = model.parent / "server.log"
     for _ in range(3):  # somebody may take the port before the server does
         process, url = _start(model, log, more)

@@ -1,5 +1,3 @@
-"""Test judges at a URL, of groups, composed ones, of mathematics and of programs."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Judges: what is a reward, what is said of one that is not, and what ours score."""
-
 from __future__ import annotations
 
 import asyncio

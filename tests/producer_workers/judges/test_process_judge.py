@@ -1,5 +1,3 @@
-"""Judges in processes of a worker: what they see, what ends them, and what is left of them."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Draws: the same number gives the same group, in every process and at any time."""
-
 from __future__ import annotations
 
 from pathlib import Path

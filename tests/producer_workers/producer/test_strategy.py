@@ -1,5 +1,3 @@
-"""How far strategies run ahead: the reference's targets, and whose settings a task has."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Every kind of a user's function x everything that it may do: the failure of that call alone."""
-
 from __future__ import annotations
 
 import asyncio

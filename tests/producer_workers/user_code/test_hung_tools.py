@@ -1,5 +1,3 @@
-"""Tools that hang, in a toolbox and in a whole run: no later call suffers for it."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Attack the machine from a program of a model, in each sandbox, and check that no harm is done."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Each mistake that a user made, and that was accepted or found late, is found by the check."""
-
 from __future__ import annotations
 
 import json
@@ -91,8 +89,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(model: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a copy of the model, with changed values in the files of its config."""
-
     def change(file: str = "config.json", **values: Any) -> Path:
         folder = tmp_path / "changed"
         if not folder.exists():
@@ -231,7 +227,6 @@ def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project
 
 
 def errors(*overrides: str, section: str) -> list[Finding]:
-    """Return the errors that a section of the data's stage has."""
     every = found(*overrides, stages=["data"], section=section)
     return [each for each in every if each.section == section and each.level == "error"]
 

@@ -1,5 +1,3 @@
-"""Every mistake gets one clear message on stderr, its documented exit code, and no traceback."""
-
 from __future__ import annotations
 
 import socket

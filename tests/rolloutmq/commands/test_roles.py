@@ -1,5 +1,3 @@
-"""Every command that asks a server does all of its work as the user that is meant for it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

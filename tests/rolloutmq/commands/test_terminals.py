@@ -1,5 +1,3 @@
-"""Every option survives every value, and output goes to any terminal, pipe or disk."""
-
 from __future__ import annotations
 
 import signal

@@ -1,5 +1,3 @@
-"""A command ends with one clear error where its URL leads to no server that it may use."""
-
 from __future__ import annotations
 
 import socket
@@ -66,8 +64,6 @@ def names(
 
 @contextmanager
 def web_server() -> Iterator[int]:
-    """The port of a server that answers as web servers do."""
-
     def answer() -> None:
         while True:
             try:

@@ -1,5 +1,3 @@
-"""Numbers have bounds, mistakes are reported together, and no value of any key ends in a traceback."""
-
 from __future__ import annotations
 
 import tomllib
@@ -64,7 +62,6 @@ allow_truncated_sampling = true
 
 
 def numbers(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return every number in a JSON schema, by the place where it stands."""
     if schema.get("type") in ("integer", "number") and not {"const", "enum"} & schema.keys():
         yield where, schema
     if schema.get("anyOf") == TypeAdapter(ByteSize).json_schema()["anyOf"]:
@@ -264,7 +261,6 @@ ANYTHING = st.recursive(
 
 
 def key_paths() -> list[tuple[str, ...]]:
-    """Return the path of every key of every section in WHOLE, and of the sections themselves."""
     schema = Config.model_json_schema()
     found: list[tuple[str, ...]] = []
 

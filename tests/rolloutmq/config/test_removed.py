@@ -1,5 +1,3 @@
-"""A config or a command line that names something removed says what to use instead."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Which process gets which GPU, case by case. Needs none."""
-
 from __future__ import annotations
 
 import pytest

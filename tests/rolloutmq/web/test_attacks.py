@@ -47,7 +47,6 @@ Promise.allSettled(asked).then((ends) => {{ document.title = "tried " + ends.map
 
 @pytest.fixture
 def elsewhere(address: str) -> Iterator[str]:
-    """The address of that page."""
     ours, _, token = address.partition("/#token=")
     page = ELSEWHERE.format(ours=ours, token=token).encode()
 

@@ -1,5 +1,3 @@
-"""Charts in a browser: they grow as the trainer logs, of several runs, in both themes."""
-
 from __future__ import annotations
 
 from pathlib import Path

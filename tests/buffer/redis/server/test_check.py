@@ -1,5 +1,3 @@
-"""The check against real servers, each with one setting that is wrong."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""The embedded server with real processes: adopted, killed, restarted, and never two in one folder."""
-
 from __future__ import annotations
 
 import os

@@ -88,7 +88,6 @@ def correction(trl: Any, table: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def theirs(trl: Any, table: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """TRL's loss and its gradient with respect to the logprobs."""
     logprobs = table["logprobs"].clone().requires_grad_()
     trl.columns = logprobs, table["entropy"]
     ones = torch.ones(len(LENGTHS), 1, dtype=torch.long)

@@ -1,5 +1,3 @@
-"""The losses against token-by-token transcriptions of the papers in plain Python floats."""
-
 from __future__ import annotations
 
 import math

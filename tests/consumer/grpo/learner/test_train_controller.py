@@ -1,5 +1,3 @@
-"""The train step in pieces: as in one; values as in the paper."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""8-bit AdamW: it trains, resumes exactly, and is refused where it cannot run."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""State that some ranks wrote is read by any others, and what is torn is refused."""
-
 from __future__ import annotations
 
 import resource

@@ -1,5 +1,3 @@
-"""Weights on their way out: whole folders only, and a reader that notices every other one."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Which precision and attention a model gets, and that of packed rows by sample borders."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Right log-probabilities for the causal models of transformers, or a refusal with the reason."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -74,7 +72,6 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def by_the_model_itself(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
-    """Return the logprobs of the response from the model's own logits of this sample alone."""
     ids = torch.cat([prompt, response])[None]
     distribution = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
     before = distribution[len(prompt) - 1 : -1]

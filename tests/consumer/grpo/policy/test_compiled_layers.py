@@ -1,5 +1,3 @@
-"""[learner] compile: the numbers of the model's own layers, on one rank and on several."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""What the commands that change nothing say about a run in which every place is taken."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""A function that a config names and that does not exist is found before anything starts."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,7 +30,6 @@ KEYS = [
 
 
 def refusal(command: Command, folder: Path, *keys: str) -> str:
-    """Return what a worker says of a config with these keys, which it refuses."""
     (folder / "mine.toml").write_text(CONFIG, encoding="utf-8")
     (folder / "data.jsonl").write_text('{"question": "1", "answer": "1"}\n', encoding="utf-8")
     options = [option for key in keys for option in ("--set", key)]

@@ -1,5 +1,3 @@
-"""dead, requeue, drop: what they show, what they ask before, and what they change."""
-
 from __future__ import annotations
 
 from buffer.ids import group_id

@@ -1,5 +1,3 @@
-"""Pause, resume, fence: what they change, and that repeating them changes nothing."""
-
 from __future__ import annotations
 
 import threading
