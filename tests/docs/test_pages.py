@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import tomlkit
 
+from buffer.redis.keys import SLOTS
 from buffer.redis.server.embedded import EmbeddedServer
 from consumer.handle.step_log import StepLog
+from docs.reference import REFERENCES
+from docs.reference.keys import key_reference
 from rolloutmq.config.load import load_config
 from tests.consumer.grpo.models.tiny import build_model
 from tests.programs import files_of_git
@@ -159,3 +162,16 @@ def test_the_first_gpu_run_names_every_preset_and_its_time() -> None:
     }
     rows = re.findall(r"^\| `(qwen3\w[\w.]*)` \|.*\| ([\d.]+) h \|$", text, re.M)
     assert dict(rows) == hours
+
+
+@pytest.mark.parametrize("name", ["command", "config", "metric"])
+def test_every_row_has_a_meaning(name: str) -> None:
+    page = REFERENCES[f"docs/pages/{name}_reference.md"]()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_key_that_scripts_name_is_on_the_page() -> None:
+    page = key_reference()
+    assert [name for name in SLOTS if not re.search(rf"`{name}\*?`", page)] == []

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 import buffer.redis.keys
-from buffer.errors import ScriptError
+from buffer.errors import ScriptError, StoreError
 from buffer.redis.key_table import TABLE
 from buffer.redis.keys import SLOTS, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
 from buffer.redis.scripts import Arg, Script, assemble, library, shared_functions, sources, words_of
+from buffer.redis.server.check import check_all
+from buffer.redis.store import Store
+from buffer.run.open import can_wait_for_disk
+from tests.buffer.busy_run import busy_run, moves
+from tests.servers import SAFE, raw_client, start_redis
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))
@@ -295,3 +300,36 @@ def test_every_named_type_is_known_and_used() -> None:
     }
     assert defined == set(JUDGED)
     assert {*JUDGED, *NAMED} <= used
+
+
+NEEDED = ("EVALSHA", "SCRIPT", "INFO", "CLIENT")
+
+
+def use(url: str) -> None:
+    """What processes of a run do: first contact, and nearly every script."""
+    store = Store(url, deadline_s=5.0)
+    try:
+        store.retrying("first contact", lambda: store.servers.is_cluster)
+        store.retrying("first contact", lambda: can_wait_for_disk(store))
+        store.retrying("first contact", lambda: check_all(store.servers))
+        with raw_client(url) as client:
+            scene = busy_run(store, client, "demo")
+            for move in moves(scene).values():
+                move()
+            scene.run.account.fsck()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("command", [*NEEDED, "HSET", "ZADD"])
+def test_missing_command_is_named(command: str, tmp_path: Path) -> None:
+    found: list[StoreError] = []
+    with start_redis(tmp_path, *SAFE, "--rename-command", command, "") as url:
+        try:
+            use(url)
+        except StoreError as error:
+            found.append(error)
+    assert found
+    for each in found:
+        assert command in each.message or "command of a script" in each.message
+        assert "rename-command" in each.hint

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from buffer.config.assignments import parse_settings
+from buffer.config.removed import COMMANDS, SETTINGS
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section, meanings
 from buffer.errors import ConfigError
@@ -14,7 +17,7 @@ from buffer.run.settings import LiveSettings
 from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
-from rolloutmq.config.load import load_config
+from rolloutmq.config.load import load_config, validate_config
 
 GOOD = """
 [run]
@@ -301,3 +304,25 @@ def test_keys_that_are_lists_are_read_beside_an_attached_section(tmp_path: Path)
         tmp_path, GOOD, "gateway.port=80", "launch.workers=2"
     )
     assert "gateway.hosts: unknown" in problems(tmp_path, GOOD, "gateway.hosts=x")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_removed_setting_is_refused_with_what_to_use_instead(setting: str) -> None:
+    key, _, value = setting.partition(" = ")
+    tree: dict[str, object] = {"run": {"name": "old"}, "tasks": {}}
+    node = tree
+    *sections, last = key.replace("*", "math").split(".")
+    for section in sections:
+        node = node.setdefault(section, {})  # type: ignore[assignment]
+    node[last] = value.strip('"') or "anything"
+    with pytest.raises(ConfigError) as error:
+        validate_config(tree, "old.toml")
+    assert f"{key.replace('*', 'math')}: {SETTINGS[setting]}" in error.value.message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_removed_command_is_refused_with_what_to_use_instead(command: str) -> None:
+    call = [sys.executable, "-m", "rolloutmq", *command.split()]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert COMMANDS[command] in " ".join(done.stderr.split())

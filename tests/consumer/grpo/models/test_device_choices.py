@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,9 @@ def test_torch_varlen_gives_the_logprobs_of_sdpa_without_a_mask(
     assert keeps_samples_apart(policies[1])
     by_mask, by_borders = (token_logprobs(policy, batch).logprobs for policy in policies)
     torch.testing.assert_close(by_borders, by_mask, atol=2e-5, rtol=1e-4)
+
+
+def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(load_model, [model_dir] * 12))
+    assert not any(parameter.is_meta for model in models for parameter in model.parameters())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from buffer.errors import ModelError
+from buffer.errors import ConfigError, ModelError
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.policy import Policy
 from consumer.handle.batch import BatchTable
-from tests.consumer.grpo.models.tiny import make_group
+from tests.consumer.grpo.models.tiny import build_model, make_group
+from tests.consumer.handle.test_ranks import build_mixture
 
 TINY = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -105,3 +107,17 @@ def test_a_model_whose_logits_cannot_be_computed_is_refused_with_the_reason(
     build(name, **changes).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"log-probabilities of \w+ cannot be computed"):
         Policy(tmp_path, LearnerConfig())
+
+
+def test_a_mixture_of_experts_is_not_compiled(tmp_path: Path) -> None:
+    model = build_mixture(tmp_path / "mixture")
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        Policy(model, LearnerConfig(compile=True))
+
+
+def test_without_a_compiler_a_learner_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"compile = true needs .* none of g\+\+"):
+        Policy(build_model(tmp_path), LearnerConfig(compile=True))
