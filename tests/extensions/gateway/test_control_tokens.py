@@ -124,27 +124,14 @@ CODEX = {
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": {"b": ["x"]}}'},
         {"type": "function_call_output", "call_id": "c1", "output": "t"},
         {"type": "custom_tool_call", "call_id": "c2", "name": "g", "input": "i"},
-        {
-            "type": "custom_tool_call_output",
-            "call_id": "c2",
-            "output": [{"type": "input_text", "text": "o"}],
-        },
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "o"}]},
     ],
     "tools": [
         {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
-        {
-            "type": "custom",
-            "name": "g",
-            "description": "d",
-            "format": {"type": "grammar", "definition": "e"},
-        },
-        {
-            "type": "namespace",
-            "name": "n",
-            "tools": [{"type": "function", "name": "h", "parameters": {}}],
-        },
+        {"type": "custom", "name": "g", "description": "d", "format": {"type": "grammar", "definition": "e"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h", "parameters": {}}]},
     ],
-}
+}  # fmt: skip
 REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "chat/completions": (
         {"messages": HISTORY, "tools": [FUNCTION]},
@@ -275,14 +262,11 @@ def test_no_place_of_what_an_environment_answers_makes_a_control_token(gullible:
     [
         {"role": "plant", "content": "x"},
         {"role": "user", "content": [{"text": "<|pl"}, {"text": "ant|>"}]},
-        {
-            "role": "user",
-            "content": [{"text": "<"}, {"image": 1}, {"text": "|plant|"}, {"text": ">"}],
-        },
+        {"role": "user", "content": [{"text": "<"}, {"image": 1}, {"text": "|plant|"}, {"text": ">"}]},
         {"role": "user", "content": ["<|", "plant", "|>"]},
         {"role": "user", "content": f"<|pl{PLANT}ant|>{PLANT}{PLANT}"},
     ],
-)
+)  # fmt: skip
 def test_no_control_token_is_put_together_from_parts(gullible: Any, message: Any) -> None:
     gullible.chat_template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}"

@@ -328,30 +328,14 @@ def test_sub_agents_at_once_continue_their_own_conversations(chat: Any) -> None:
             "BadRequestError",
             "only text",
         ),
-        (
-            {"tools": [{"type": "web_search_20260101", "name": "web_search"}]},
-            "BadRequestError",
-            "runs at Anthropic",
-        ),
-        (
-            {"tool_choice": {"type": "tool", "name": "sub"}, "tools": TOOLS},
-            "BadRequestError",
-            "not among tools",
-        ),
-        (
-            {"tool_choice": {"type": "any"}, "tools": TOOLS},
-            "BadRequestError",
-            "cannot produce structured",
-        ),
+        ({"tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "BadRequestError", "runs at Anthropic"),
+        ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": TOOLS}, "BadRequestError", "not among tools"),
+        ({"tool_choice": {"type": "any"}, "tools": TOOLS}, "BadRequestError", "cannot produce structured"),
         ({"extra_body": {"mcp_servers": [{}]}}, "BadRequestError", "mcp_servers"),
-        (
-            {"messages": [{"role": "user", "content": "go " * 99}]},
-            "BadRequestError",
-            "prompt is too long",
-        ),
+        ({"messages": [{"role": "user", "content": "go " * 99}]}, "BadRequestError", "prompt is too long"),
         ({"api_key": "rmq-other"}, "AuthenticationError", "belongs to no session"),
     ],
-)
+)  # fmt: skip
 def test_what_anthropics_client_may_not_ask_raises_its_own_errors(
     chat: Any, body: Any, error: str, said: str
 ) -> None:

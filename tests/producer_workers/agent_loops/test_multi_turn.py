@@ -163,18 +163,12 @@ def test_what_is_trained_is_what_was_sampled_and_nothing_of_the_tools(chat: Any)
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (
-            '{"name": "add", "arguments": {"a": "x", "b": 1}}',
-            "error: the arguments of add do not fit: a:",
-        ),
-        (
-            '{"name": "divide", "arguments": {}}',
-            "error: there is no tool 'divide'; known: add, slow",
-        ),
+        ('{"name": "add", "arguments": {"a": "x", "b": 1}}', "error: the arguments of add do not fit: a:"),
+        ('{"name": "divide", "arguments": {}}', "error: there is no tool 'divide'; known: add, slow"),
         ('{"name": "slow", "arguments": {"seconds": 60}}', "error: slow took longer than 0.05 s"),
         ("nonsense", "error: this call cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_wrong_in_a_tool_is_told_to_the_model(chat: Any, call: str, told: str) -> None:
     engine = TalkingEngine(chat, [f"<tool_call>{call}</tool_call>", "5"])
     (state,) = run(loop_of(chat, call_timeout_s=0.05), engine, [rollout()])

@@ -132,19 +132,11 @@ FUNCTIONS: Rows = [
 ]
 MESSAGES: Rows = [
     {"role": "user", "content": "u"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "f", "arguments": {"a": "1"}}}],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": "1"}}}]},
     {"role": "tool", "content": "t", "name": "f"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "g", "arguments": {"b": 2}}}],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "g", "arguments": {"b": 2}}}]},
     {"role": "tool", "content": "t", "name": "g"},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_saved_by_datasets])

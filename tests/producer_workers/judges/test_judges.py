@@ -176,15 +176,12 @@ def test_every_task_whose_verifier_evaluates_answers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "exact",
-            "there is no judge 'exact' .*exact_match, gsm8k, math_verify, none, python_tests, reasoning_gym",
-        ),
+        ("exact", "there is no judge 'exact' .*exact_match, gsm8k, math_verify, none, python_tests, reasoning_gym"),
         ("no_such_module:f", "cannot be imported"),
         ("math:no_such_function", "module 'math' has no 'no_such_function'"),
         (":f", "there is no judge"),
     ],
-)
+)  # fmt: skip
 def test_load_judge_says_what_is_wrong(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_judge(spec)

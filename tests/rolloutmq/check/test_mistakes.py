@@ -135,16 +135,8 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         ([VLLM, "engine.max_model_len=4096"], "model", "exceeds what the model reads"),
         (["producer.max_prompt_tokens=3"], "data", "exceed [producer] max_prompt_tokens = 3"),
         # a teacher that could not score
-        (
-            [TEACHER, READ, "tasks.sums.teachers.big.model=models/of/none"],
-            "model",
-            "teacher big: no model folder",
-        ),
-        (
-            [TEACHER, READ, "tasks.sums.teachers.big.model=Qwen/none"],
-            "model",
-            "there is no folder Qwen/none here",
-        ),
+        ([TEACHER, READ, "tasks.sums.teachers.big.model=models/of/none"], "model", "teacher big: no model folder"),
+        ([TEACHER, READ, "tasks.sums.teachers.big.model=Qwen/none"], "model", "there is no folder Qwen/none here"),
         ([TEACHER, READ, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
         ([TEACHER, READ, *COLD], "config", "sampled with temperature, and"),
         ([SHORT_TEACHER], "config", "teacher big: task sums"),
@@ -171,7 +163,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["policy.sync_weights_interval=50"], "config", "never get trained weights"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_a_mistake_is_found(project: Path, overrides: list[str], section: str, part: str) -> None:
     stage = {"config": [], "machine": [], "judge": ["data"]}.get(section, [section])
     wrong = [

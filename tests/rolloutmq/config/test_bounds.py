@@ -129,14 +129,8 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
     ("overrides", "expected"),
     [
         (["tasks.math.prompt_repeat_k=1"], "prompt_repeat_k = 1 of task math"),
-        (
-            ["tasks.math.prompt_repeat_k=4096", "tasks.math.sample.max_tokens=9000"],
-            "make groups of",
-        ),
-        (
-            ["trainer.advantages=pass_at_k", "tasks.math.prompt_repeat_k=4"],
-            "every advantage would be 0",
-        ),
+        (["tasks.math.prompt_repeat_k=4096", "tasks.math.sample.max_tokens=9000"], "make groups of"),
+        (["trainer.advantages=pass_at_k", "tasks.math.prompt_repeat_k=4"], "every advantage would be 0"),
         (["trainer.advantages=gdpo", "trainer.reward_weights={a=0.0}"], "reward_weights are all 0"),
         (
             ["trainer.advantages=pass_at_k", "trainer.overlong_buffer_tokens=64"],
@@ -191,7 +185,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
         (["memory.budget_bytes='8 gigs'"], "expected a number of bytes"),
         (["run.name=\udc80"], "not a text in UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_values_that_do_not_fit_together_are_refused(
     tmp_path: Path, overrides: list[str], expected: str
 ) -> None:

@@ -82,25 +82,16 @@ def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
         ("[run]\nname = 'x'\nsede = 1\n", "run.sede: unknown key; did you mean `seed`?"),
         ("[run]\nname = 'x'\nlease_ms = 1\n", "run.lease_ms: unknown key; it belongs in [lease]"),
         ("[run]\nname = 'x'\n[polcy]\n", "polcy: unknown key; did you mean `policy`?"),
-        (
-            "[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n",
-            "tasks.a.dataset.pth: unknown key; did you mean `path`?",
-        ),
+        ("[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n", "tasks.a.dataset.pth: unknown key; did you mean `path`?"),
         (
             "[engine]\nkind = 'simulated'\nomp_threads = 1\n",
             'it belongs to kind = "vllm", and engine has kind = "simulated": remove it, '
             "or replace the section: --set 'engine={kind=\"simulated\"}'",
         ),
         ("[tasks.a.dataset]\nkind = 'jsonl'\n", "tasks.a.dataset.path: missing"),
-        (
-            "[tasks.a.dataset]\nkind = 'csv'\n",
-            "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',",
-        ),
+        ("[tasks.a.dataset]\nkind = 'csv'\n", "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',"),
         ("[tasks.a.dataset]\npath = 'x'\n", "tasks.a.dataset.kind: missing"),
-        (
-            "[tasks.a]\njudge = 'reasoning_gim'\n",
-            'tasks.a.judge = "reasoning_gim": expected reasoning_gym,',
-        ),
+        ("[tasks.a]\njudge = 'reasoning_gim'\n", 'tasks.a.judge = "reasoning_gim": expected reasoning_gym,'),
         ("[tasks.'a b']\n", 'tasks."a b"'),
         ("[run]\nname = '../x'\n", 'run.name = "../x": expected letters'),
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
@@ -114,7 +105,7 @@ def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
         ("[strategy]\nenable_partial_rollout = 1\n", "expected a valid boolean"),
         ('[run]\nname "demo"\n', 'line 2: name "demo"'),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_named_with_what_would_be_right(tmp_path: Path, text: str, told: str) -> None:
     assert told in problems(tmp_path, text)
 

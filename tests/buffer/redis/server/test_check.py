@@ -119,13 +119,10 @@ class OldServer(redis.Redis):
         ({"redis_version": "7.0.0"}, None),
         ({"redis_version": "8.2.1"}, None),
         ({"redis_version": "7.2.4", "valkey_version": "7.2.4", "server_name": "valkey"}, None),
-        (
-            {"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "7.0.9"},
-            "Valkey 7.0.9 is too old",
-        ),
+        ({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "7.0.9"}, "Valkey 7.0.9 is too old"),
         ({"redis_version": "10.0.0"}, None),
     ],
-)
+)  # fmt: skip
 def test_versions_are_told_apart(info: dict[str, str], what: str | None) -> None:
     assert bad(check_server(OldServer(**info))) == ([("error", what)] if what else [])
 

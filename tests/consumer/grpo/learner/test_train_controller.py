@@ -43,15 +43,11 @@ def make_batch(step: int = 0) -> list[Any]:
     "options",
     [
         {},
-        {
-            "updates_per_batch": 2,
-            "old_policy": "current",
-            "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
-        },
+        {"updates_per_batch": 2, "old_policy": "current", "loss": {"kl_coef": 0.1, "entropy_coef": 0.01}},
         {"critic": True, "updates_per_batch": 2, "old_policy": "current"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_steps_one_by_one_are_fit_bit_for_bit(model_dir: Path, options: dict[str, Any]) -> None:
     whole = make_controller(model_dir, **options)
     pieces = make_controller(model_dir, **options)
