@@ -7,7 +7,7 @@ without an object per rollout. `states` makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,6 @@ UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
 
 _EXPIRED = STATUSES.index(Status.EXPIRED)
-
-
-@cache
-def _status_of(codes: frozenset[int]) -> Status:
-    return group_status(STATUSES[code] for code in codes)
 
 
 GROUP_TIME = "group_time_s"
@@ -298,10 +293,7 @@ class RolloutGroup:
 
     @property
     def status(self) -> Status:
-        return _status_of(frozenset(self.columns["statuses"].tolist()))
-
-    def set_status(self, status: Status) -> None:
-        self._replace("statuses", np.full(len(self), STATUSES.index(status), "u1"))
+        return group_status(STATUSES[code] for code in set(self.columns["statuses"].tolist()))
 
     # -- ages ----------------------------------------------------------------
 
@@ -323,21 +315,16 @@ class RolloutGroup:
 
     def made_by(self, by_token: bool) -> str:
         """Return the weights for scripts: `oldest LINEAGE VERSION,…`, newest and last as well."""
-        if not by_token and (weights := self._only_weights()):
-            return f"oldest {weights[0]} {weights[1]}"
+        rows = self.columns["spans"].tolist() if "spans" in self.columns else []
+        weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
+        expired = _EXPIRED in self.columns["statuses"].tolist()
+        if len(weights) == 1 and not expired and not by_token:
+            ((lineage, version),) = weights
+            return f"oldest {self.head.lineages[lineage]} {version}"
         found = {"oldest": self.oldest_by_lineage(), "newest": self.newest_by_lineage(by_token)}
         if by_token:
             found["last"] = self.last_by_lineage()
         return ages(found)
-
-    def _only_weights(self) -> tuple[str, int] | None:
-        """Return the lineage and version of all tokens; None if they differ or one has expired."""
-        rows = self.columns["spans"].tolist() if "spans" in self.columns else []
-        weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
-        if len(weights) != 1 or _EXPIRED in self.columns["statuses"].tolist():
-            return None
-        ((lineage, version),) = weights
-        return self.head.lineages[lineage], version
 
     def last_by_lineage(self) -> dict[str, int]:
         """Return the newest version that keeps every rollout trainable, by lineage of weights.

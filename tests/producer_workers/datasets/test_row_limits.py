@@ -21,8 +21,8 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.contained_dataset import open_here
 from producer_workers.datasets.dataset import Dataset
+from producer_workers.datasets.open import open_here
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.producer import sampler
 from producer_workers.producer.sampler import Sampler, TooLong

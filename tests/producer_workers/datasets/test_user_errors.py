@@ -17,8 +17,7 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.contained_dataset import open_here
-from producer_workers.datasets.open import open_dataset
+from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.row_values import HINT
 
 HERE = "tests.producer_workers.datasets.test_user_errors"

@@ -17,9 +17,9 @@ from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
+from producer_workers.judges.built_in import program_of
 from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import HttpJudge, load_judge, load_worker_judge, make_judge
-from producer_workers.judges.programs import program_of
 from producer_workers.user_code.border import runs_inline
 from rolloutmq.extensions.answers.judges import math_verify
 from tests.producer_workers.http_service import http_service

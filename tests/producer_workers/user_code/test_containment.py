@@ -20,8 +20,8 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.open import open_dataset
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.decisions import continue_call
-from producer_workers.user_code.user_process import REPLACED
+from producer_workers.producer.strategy import continue_call
+from producer_workers.user_code.process_function import REPLACED
 from rolloutmq.extensions.gateway.agents import AgentTask, FunctionAgent
 from tests.producer_workers.user_code import deeds
 
@@ -145,7 +145,7 @@ HARMLESS = {("keep", "odd")}
 async def test_whatever_a_function_does_fails_its_call_alone_and_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producer_workers.user_code.decisions.LIMIT_S", LIMIT_S)
+    monkeypatch.setattr("producer_workers.producer.strategy.LIMIT_S", LIMIT_S)
     given = (name, tmp_path) if name == "record" else (name,)
     REPLACED.clear()
     async with KINDS[name](*given) as call:
