@@ -1,5 +1,3 @@
-"""A worker on a real server: what it submits, what fails, how it leaves, what an outage costs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -178,7 +176,6 @@ async def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
 async def test_results_are_kept_and_submitted_after_the_server_was_killed(
     own_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Let the outage last longer than one operation is tried, until all groups are generated."""
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "outage", tmp_path)
     yard.enqueue(6, (60, 60))
