@@ -7,7 +7,6 @@ without an object per rollout. `states` makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from buffer.wire.document import (
     STATUSES,
     Columns,
     Document,
-    Own,
     Shared,
     optional_of,
     tokens_of,
@@ -117,11 +115,6 @@ class RolloutGroup:
     def shared(self) -> Shared:
         """Return what the rollouts have in common: the prompt, and how they are sampled."""
         return self.head.shared
-
-    @cached_property
-    def own(self) -> dict[int, Own]:
-        """Return what single rollouts have instead or besides, by position."""
-        return dict(self.head.own)
 
     @property
     def states(self) -> list[RolloutState]:
@@ -275,7 +268,10 @@ class RolloutGroup:
     @property
     def roles(self) -> list[str]:
         """Return the role of each member; "" without one."""
-        return [self.own[n].role if n in self.own else "" for n in range(len(self))]
+        roles = [""] * len(self)
+        for n, own in self.head.own:
+            roles[n] = own.role
+        return roles
 
     @property
     def in_training(self) -> NDArray[np.bool_]:

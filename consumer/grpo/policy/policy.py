@@ -77,7 +77,8 @@ class Policy(TrainedModel):
         masks = MaskReader(self.vocabulary, columns, needed=needed)
         self.readers: list[ColumnReader] = [masks]
         if replay:
-            self.readers.insert(0, replay.recorded_experts(columns))
+            shape = (replay.layers, replay.top_k, replay.experts)
+            self.readers.insert(0, RecordedExperts(*shape, columns))
         self.packer = Packer(
             config.token_budget,
             share_rows=keeps_samples_apart(self.logits),

@@ -105,9 +105,6 @@ class RoutingReplay:
             gate.forward = partial(self._choose, layer, gate.forward)
         self.experts, self.top_k = self._probe(model)
 
-    def recorded_experts(self, columns: ColumnFolder) -> RecordedExperts:
-        return RecordedExperts(self.layers, self.top_k, self.experts, columns)
-
     def set_experts(self, experts: Tensor | None) -> None:
         """Set the experts that the gates choose until the next call, int16[slots, layers, top_k].
 
