@@ -226,6 +226,11 @@ class RolloutGroup:
             return 0
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
+    def sums(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the sum of a token column, [sum R], over each member, float64[k]."""
+        member = np.repeat(np.arange(len(self)), self.lengths)
+        return np.bincount(member, values, len(self)).astype(np.float64, copy=False)
+
     def _rewards(self, name: str) -> NDArray[np.float32]:
         if name not in self.head.rewards:
             return np.full(len(self), np.nan, "<f4")
@@ -248,11 +253,6 @@ class RolloutGroup:
             if isinstance(own.sample, SampleParams):
                 samples[n] = own.sample
         return samples
-
-    @property
-    def token_limits(self) -> NDArray[np.int32]:
-        """Return `max_tokens` of each rollout, int32[k]."""
-        return np.array([sample.max_tokens for sample in self.samples], "<i4")
 
     @property
     def errors(self) -> list[str]:
@@ -285,8 +285,7 @@ class RolloutGroup:
         """
         roles = np.array(self.roles)
         if (roles != roles[0]).any():
-            member = np.repeat(np.arange(len(self)), self.lengths)
-            trained = np.bincount(member, self.sampled_mask, len(self)) > 0
+            trained = self.sums(self.sampled_mask) > 0
             if trained.any():
                 return np.isin(roles, roles[trained])
         return np.ones(len(self), np.bool_)

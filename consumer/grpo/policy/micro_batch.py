@@ -19,8 +19,7 @@ from torch import Tensor
 from buffer.errors import ConfigError, WireError
 from buffer.wire.document import layout_of
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.policy.column_reader import ColumnReader, Places
-from consumer.grpo.policy.mask_reader import MaskReader
+from consumer.grpo.policy.column_readers import ColumnReader, MaskReader, Places
 from consumer.handle.batch import BatchTable, Ints
 
 
