@@ -51,8 +51,7 @@ from producer_workers.judges.load import (
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedColumns, WatchedJudges
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
-from producer_workers.producer.strategy import strategies_of
-from producer_workers.user_code.decisions import continue_call
+from producer_workers.producer.strategy import continue_call, strategies_of
 from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 

@@ -14,6 +14,7 @@ from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import RUNS_PROGRAMS, JudgeSpec, JudgingSection, named_judges
+from producer_workers.http_client import Service
 from producer_workers.judges.judge import (
     BareJudge,
     FunctionJudge,
@@ -22,7 +23,6 @@ from producer_workers.judges.judge import (
     take_columns,
 )
 from producer_workers.user_code.border import check_answer, is_marked_inline
-from producer_workers.user_code.http_request import Service
 from producer_workers.user_code.sandbox import check_sandbox
 
 

@@ -2,7 +2,7 @@
 
 The program sees its interpreter, packages and system libraries, read-only, and a limited /tmp. It
 has namespaces of its own, no network, environment, /proc or capabilities, and no devices but null,
-zero, random and urandom. See `syscall_filter` for the rest.
+zero, random and urandom. `filter_program` refuses system calls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run a Python program that a model wrote, in a sandbox.
 
-bubblewrap: the program sees nothing but its interpreter; see `bubblewrap` and `syscall_filter`.
+bubblewrap: the program sees nothing but its interpreter; see `bubblewrap`.
 weak: a process with limits, without a network if the kernel permits `unshare`; it reads and writes
 what its user may, the environments of that user's processes too.
-A URL: a service runs it; see `external_sandbox`.
+A URL: a service runs it; see `run_at`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from buffer.errors import AnswerTooLong, ConfigError, JudgeError, SandboxUnavail
 from buffer.imports import import_extra
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
 from producer_workers.follow_owner import kill_session
-from producer_workers.http_client import LONGEST_ANSWER
+from producer_workers.http_client import LONGEST_ANSWER, Service
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
-from producer_workers.user_code.http_request import Service
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -51,8 +51,8 @@ from producer_workers.agent_loops.agent_loop import Vacancy
 from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import reported
+from producer_workers.user_code.process_function import REPLACED
 from producer_workers.user_code.user_function import contain_exits
-from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.claims import Claims, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.group_runner import GroupRunner

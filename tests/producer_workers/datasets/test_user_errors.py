@@ -1,5 +1,3 @@
-"""What a user's data set or record function raises names its row, and where it was raised."""
-
 from __future__ import annotations
 
 import inspect
@@ -19,8 +17,7 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.contained_dataset import open_here
-from producer_workers.datasets.open import open_dataset
+from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.row_values import HINT
 
 HERE = "tests.producer_workers.datasets.test_user_errors"
@@ -90,7 +87,6 @@ def read_all(dataset: Any) -> Any:
 
 
 def assert_names_frame(error: ConfigError, function: Any) -> None:
-    """Check that the hint names the user's functions, and no frame of ours."""
     lines, start = inspect.getsourcelines(function)
     assert any(f"{__file__}:{start + n} in " in error.hint for n in range(len(lines))), error.hint
     for ours in ("producer_workers/datasets/records", "buffer/", "files.py", "importlib"):
