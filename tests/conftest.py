@@ -70,11 +70,7 @@ settings.load_profile("quick")
 gc.disable()
 
 TESTS = Path(__file__).parent
-SHORT = (
-    "rolloutmq/config",
-    "buffer/weights",
-    "producer_workers/datasets",
-)
+SHORT = ("rolloutmq/config", "buffer/weights", "producer_workers/datasets")
 """Rooms of tests that start no server, no engine and no judge's process."""
 LONG = (
     "pipeline",

@@ -44,7 +44,6 @@ def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) 
 
 
 def start_program(program: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start a program in a process of its own."""
     process = _context.Process(target=program, args=args)
     process.start()
     return process

@@ -94,13 +94,8 @@ def url(data: bytes) -> None:
 
 
 ENTRANCES: tuple[Callable[[bytes], None], ...] = (
-    control,
-    reward,
-    imported_line,
-    prompt,
-    question,
-    url,
-)
+    control, reward, imported_line, prompt, question, url,
+)  # fmt: skip
 
 
 def try_one(data: bytes) -> None:
@@ -109,7 +104,6 @@ def try_one(data: bytes) -> None:
 
 
 def seeds_of_corpus() -> dict[str, bytes]:
-    """A good document for each entrance, and all that is done to one in tests/bad_payloads.py."""
     from tests.bad_payloads import CONTROL, LINE, REWARD
 
     row = {

@@ -1,5 +1,3 @@
-"""Real pipeline and discrete-event model are asked about the same work, and count it alike."""
-
 from __future__ import annotations
 
 from pathlib import Path

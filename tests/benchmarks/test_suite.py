@@ -1,17 +1,23 @@
-"""The benchmarks run, and say what they must; how fast anything is, no test can know."""
-
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import sample
 from benchmarks.asked import ROWS
+from benchmarks.fan_out import LATENCY_S, Spread
 from benchmarks.figure import Figure, Way, interleave, ratio
 from benchmarks.machine import machine_facts
+from benchmarks.peers.__main__ import Size, measured, put_and_take
+from benchmarks.peers.peer import Row
+from benchmarks.peers.redis_peers import Plain
+from benchmarks.peers.table import table
 from benchmarks.plots import draw
 from benchmarks.report import read_json, write_json, write_readme
+from benchmarks.server import memory_server
 from benchmarks.suite import SUITE, TINY, run_suite
 from benchmarks.throughput import STREAM
 from buffer.wire import group_bytes
@@ -86,3 +92,38 @@ def test_ratio_compares_neighbours_in_time_when_the_machine_was_slow_for_a_round
 @pytest.mark.parametrize(("better", "met"), [("more", False), ("less", True)])
 def test_figure_is_met_on_the_better_side_of_its_target(better: str, met: bool) -> None:
     assert Figure("s", "n", 1.0, "x", 2.0, better).met is met
+
+
+@pytest.mark.parametrize("receivers", [1, 2, 9, 125])
+def test_times_are_those_of_the_busiest_network_card(receivers: int) -> None:
+    gigabytes, gbit_s = 6.4, 80.0
+    once_s, chunk_s = 0.64, 0.0064
+    flat = Spread(receivers, receivers).seconds(gigabytes, gbit_s)
+    assert flat == pytest.approx(receivers * once_s + LATENCY_S)
+    chain = Spread(receivers, 1).seconds(gigabytes, gbit_s)
+    assert chain == pytest.approx(once_s + (receivers - 1) * chunk_s + receivers * LATENCY_S)
+    tree = Spread(receivers, 2).seconds(gigabytes, gbit_s)
+    assert min(2, receivers) * once_s < tree <= 2 * once_s + 7 * (2 * chunk_s + LATENCY_S)
+
+
+SMALL = Size("small, 2 a call", sample.Shape(2, 8, 200), 4, 2)
+
+
+def test_queues_that_are_not_installed_are_left_out_and_the_others_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = list(table(list(measured(1, [SMALL]))))
+    left_out = capsys.readouterr().err
+    for name in ("ours", "ours, durable", "SET x8, MGET x16", "PipelineRL's stream"):
+        assert any(line.startswith(f"| {name} |") for line in lines)
+    assert "TransferQueue is left out: ModuleNotFoundError" in left_out
+
+
+def test_a_queue_that_returns_other_values_is_refused() -> None:
+    class Lossy(Plain):
+        def rows(self, taken: Any) -> Iterator[Row]:
+            for row in super().rows(taken):
+                yield row._replace(logprobs=row.logprobs.astype("f2"))
+
+    with memory_server() as server, pytest.raises(AssertionError, match="other values"):
+        put_and_take(Lossy(server), [[sample.group("math-0000000000", SMALL.shape)]])

@@ -32,36 +32,15 @@ VISITS = 2
 
 ABSURD = (
     *(
-        b"",
-        b"no such word",
-        b"-1",
-        b"-5",
-        b"01",
-        b"+1",
-        b" 1",
-        b"1 ",
-        b"1.5",
-        b"0x10",
-        b"1e3",
-        b"nan",
-        b"inf",
-        b"-inf",
+        b"", b"no such word", b"-1", b"-5", b"01", b"+1", b" 1", b"1 ", b"1.5", b"0x10", b"1e3",
+        b"nan", b"inf", b"-inf",
     ),
     *(
-        b"1e999",
-        b"9" * 20,
-        b"7\x00",
-        b"7\n",
-        b"\x00",
-        b"\xff\xfe",
-        b"\xed\xa0\x80",
-        b"\xc0\xaf",
-        b"a b",
-        b"a:b:c",
-        b"{}",
+        b"1e999", b"9" * 20, b"7\x00", b"7\n", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\xaf",
+        b"a b", b"a:b:c", b"{}",
     ),
     *(b"x" * 300, b"eval  evil", b"math-9999999999", b"math-1", b"bucket:999"),
-)
+)  # fmt: skip
 
 WORDS = {
     "bucket": r"bucket:\d\d?",
@@ -146,7 +125,6 @@ class HostileStore(FaultyStore):
         return exact(self.raw, self.run)
 
     def _refused(self, entry: Script, calls: Sequence[Call]) -> None:
-        """The calls are answered with RMQ_ARG."""
         self.tried[entry.name] += len(calls)
         pipe = self.raw.pipeline(transaction=False)
         for _, keys, args in calls:

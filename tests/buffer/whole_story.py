@@ -107,7 +107,6 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
 
 
 def make_again(scene: Scene) -> None:
-    """Clear the run, and go on with nothing."""
     run = scene.run
     again = Regeneration(Position(run_nonce=run.nonce), take_over=True)
     Run.create(scene.store, run.name, run.nonce, run.limits, FIRST, "/w", regeneration=again)

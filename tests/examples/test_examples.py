@@ -307,7 +307,6 @@ def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("site", ["tests.examples.trl_on_cpu:train"], indirect=True)
 def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
-    """It is killed after a commit, somewhere in the steps behind it, and started again."""
     with at_work(site.run, math=(STEPS - 1) * GROUPS):  # it reads ahead
         process = site.start()
 

@@ -48,12 +48,7 @@ class Worker:
             for name, value in limits.items()
             if name not in (b"nonce", b"limits_op") and value != b"null"  # null: not set
         }
-        self.facts |= {
-            "worker": name,
-            "nonce": token_hex(16),
-            "ack": 0,
-            "report": "done=0",
-        }
+        self.facts |= {"worker": name, "nonce": token_hex(16), "ack": 0, "report": "done=0"}
         self.hear(self.call("register")[2:8])
 
     def call(self, script, task="", keys=(), more=(), unit=(), **facts):

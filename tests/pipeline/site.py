@@ -260,12 +260,10 @@ class Site:
         return self.held
 
     def let_go(self) -> None:
-        """Let a held run go on to its end."""
         self.held = None
         self.hold.allow(1 << 40)
 
     def until_held(self) -> None:
-        """Wait until a held run has made all the steps that it may make."""
         assert self.held is not None, "this run goes on by itself"
         self.until(lambda: self.reached() >= (self.held or 0), f"step {self.held}")
 
@@ -292,7 +290,6 @@ class Site:
         )
 
     def audit(self) -> FsckReport:
-        """fsck, with the server started if it went away with the run."""
         with_server = self.server
         mine = not with_server.is_running
         with_server.start()
@@ -308,7 +305,6 @@ class Site:
         return audit
 
     def trained(self) -> list[RolloutGroup]:
-        """Return the groups of all steps, from the server's data that the run left."""
         with self.server, closing(Store(self.server.url)) as store:
             run = Run.open(store, self.name)
             manifests = [run.ledger.manifest(step) for step in range(1, self.steps + 1)]

@@ -52,17 +52,13 @@ async def test_prompts(yard: Yard) -> None:
     untyped = {
         kind: letters[gid]
         for gid, kind in zip(bad, KINDS, strict=True)
-        if not _is_told(letters[gid])
+        if not letters[gid].startswith(("WireError: ", "SchemaVersionError: ", "PayloadMissing: "))
     }
     assert not untyped
     # fsck sees what was done to the prompts, and nothing else
     audit = yard.run.account.fsck()
     assert {damage.gid for damage in audit.damage} <= set(bad)
     assert (audit.lost, audit.doubled) == ([], [])
-
-
-def _is_told(reason: str) -> bool:
-    return reason.startswith(("WireError: ", "SchemaVersionError: ", "PayloadMissing: "))
 
 
 async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
@@ -84,8 +80,6 @@ async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: 
 
 
 async def _serve(yard: Yard, answers: dict[str, bytes], judge_from_function: Any) -> None:
-    """Start a judge at a URL that answers for each group, by its ground truth, what is given."""
-
     async def answer(request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
         return web.Response(

@@ -1,5 +1,3 @@
-"""The files of a whole run, and of the commands that write some, are for those whom [run] umask names."""
-
 from __future__ import annotations
 
 import os

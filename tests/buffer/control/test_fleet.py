@@ -212,12 +212,8 @@ def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
     scene.run.fleet.heartbeat("w0", scene.worker(), pulse, [])
     (row,) = scene.run.fleet.workers()
     assert (row.weights, row.state, row.tokens_per_s, row.done, row.ack) == (
-        "l1:4",
-        "paused",
-        12.3,
-        7,
-        1,
-    )
+        "l1:4", "paused", 12.3, 7, 1,
+    )  # fmt: skip
     assert (row.judging, row.requests, row.replaced) == (2, None, 3)
 
 
@@ -228,12 +224,8 @@ def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -
         "report": b"done=1\xff requests=x tokens_per_s= seen_ms=5 state=\xff =1 judged judging=2",
     }
     texts = {
-        "state": b"alive\xff",
-        "id": "someone else",
-        "holds": "9",
-        "facts": "x",
-        "model": "tiny",
-    }
+        "state": b"alive\xff", "id": "someone else", "holds": "9", "facts": "x", "model": "tiny",
+    }  # fmt: skip
     scene.raw.hset(scene.keys.worker("w0"), mapping={**numbers, **texts})
     (row,) = scene.run.fleet.workers()
     assert (row.id, row.holds, row.state) == ("w0", 0, "alive\ufffd")

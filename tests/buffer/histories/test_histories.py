@@ -185,10 +185,7 @@ def test_random_histories_agree_with_the_model(server: Server) -> None:
             run.make(*move, replies_are_lost)
         run.check_everything()
         said.update(
-            {
-                *(f"move {name}" for name in +run.moved),
-                *(f"reply {name}" for name in store.replies),
-            }
+            {*(f"move {name}" for name in +run.moved), *(f"reply {name}" for name in store.replies)}
         )
         store.replies.clear()
 

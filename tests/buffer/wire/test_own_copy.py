@@ -1,5 +1,3 @@
-"""Rollouts and their table share nothing that can be changed, nor do rollouts with each other."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Every change of a received group is found: of a byte, a column, a text, or which parts it has."""
-
 from __future__ import annotations
 
 import copy

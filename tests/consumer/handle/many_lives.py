@@ -138,15 +138,10 @@ class Lives:
             fault = self.lose() if code == -signal.SIGKILL else "nothing"
             say(
                 {
-                    "life": number,
-                    "ranks": size,
-                    "victim": victim,
-                    "died": self.place(),
-                    "code": code,
-                    "lost": fault,
-                    "left": self.checkpoints.steps(),
+                    "life": number, "ranks": size, "victim": victim, "died": self.place(),
+                    "code": code, "lost": fault, "left": self.checkpoints.steps(),
                 }
-            )
+            )  # fmt: skip
             if code not in (0, REFUSED, -signal.SIGKILL):
                 raise SystemExit(f"life {number} ended with {code}")
 

@@ -1,5 +1,3 @@
-"""The trainer's handle against real servers: blocking, fencing, restarts, pauses, evaluations."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

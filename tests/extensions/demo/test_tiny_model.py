@@ -1,5 +1,3 @@
-"""The tiny model's files are what transformers expects, and the warm start teaches it something."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -37,15 +35,8 @@ def test_tokenizer_makes_one_token_per_digit_and_per_phrase(model_dir: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer.encode(QUESTION, add_special_tokens=False)
     assert [tokenizer.decode(i) for i in ids] == [
-        SPEC.phrases[0],
-        "4",
-        " + ",
-        "1",
-        "7",
-        " - ",
-        "2",
-        " =",
-    ]
+        SPEC.phrases[0], "4", " + ", "1", "7", " - ", "2", " =",
+    ]  # fmt: skip
 
 
 def test_chat_template_ends_with_the_assistants_turn(model_dir: Path) -> None:

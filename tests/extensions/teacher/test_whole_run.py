@@ -44,7 +44,6 @@ engine = {{ kind = "transformers", device = "cpu" }}
 
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
-    """Return another model with the same tokenizer."""
     (tmp_path / "big").mkdir()
     return build_model(tmp_path / "big", seed=5)
 

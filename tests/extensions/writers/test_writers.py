@@ -1,5 +1,3 @@
-"""What TensorBoard and Weights & Biases hold after a trainer was killed and started again."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Test tables, torch data sets and streams: a draw is the same prompt after every restart."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

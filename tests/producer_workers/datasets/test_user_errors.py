@@ -1,5 +1,3 @@
-"""What a user's data set or record function raises names its row, and where it was raised."""
-
 from __future__ import annotations
 
 import inspect
@@ -89,7 +87,6 @@ def read_all(dataset: Any) -> Any:
 
 
 def assert_names_frame(error: ConfigError, function: Any) -> None:
-    """Check that the hint names the user's functions, and no frame of ours."""
     lines, start = inspect.getsourcelines(function)
     assert any(f"{__file__}:{start + n} in " in error.hint for n in range(len(lines))), error.hint
     for ours in ("producer_workers/datasets/records", "buffer/", "files.py", "importlib"):

@@ -1,5 +1,3 @@
-"""Test vLLM inside the worker: wrong weights and cancelled updates."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Test images in vLLM: the prompt is token-exact, logprobs are those of the same pixels."""
-
 from __future__ import annotations
 
 import asyncio
@@ -191,8 +189,6 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
 def test_new_weights_see_the_images_anew_while_requests_run(
     engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
 ) -> None:
-    """Update weights while requests with images run."""
-
     async def scenario() -> tuple[Generation, list[Generation]]:
         engine.images.show(GID, refs)
         running = [

@@ -18,12 +18,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from producer_workers.engines.base import (
-    Engine,
-    EngineDeadError,
-    Generation,
-    WeightsError,
-)
+from producer_workers.engines.base import Engine, EngineDeadError, Generation, WeightsError
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import is_cpu_build
 from rolloutmq.check.machine import count_gpus

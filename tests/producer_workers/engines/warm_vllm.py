@@ -115,7 +115,6 @@ def _warm_api() -> VllmApi:
 
 
 def fork_engines(patched: pytest.MonkeyPatch) -> None:
-    """Let engines fork their processes, where vLLM is a CPU build."""
     if is_cpu_build():
         patched.setattr(engine, "VllmApi", _warm_api)
 

@@ -1,5 +1,3 @@
-"""Test judges at a URL, of groups, composed ones, of mathematics and of programs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -372,12 +370,8 @@ def test_a_quick_judge_judges_a_group_in_one_call_and_each_rollout_by_itself(
     ]
     judged = asyncio.run(judge.judge_each(states))
     assert [each if isinstance(each, dict) else type(each) for each in judged] == [
-        {"score": 1.0},
-        JudgeError,
-        JudgeError,
-        {"score": 1.0},
-        *[JudgeError for _ in others],
-    ]
+        {"score": 1.0}, JudgeError, JudgeError, {"score": 1.0}, *[JudgeError for _ in others],
+    ]  # fmt: skip
     assert [(state.response_ids.tolist(), state.extra) for state in states] == [([7], {})] * len(
         texts
     )

@@ -1,5 +1,3 @@
-"""Judges in processes of a worker: what they see, what ends them, and what is left of them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,10 +15,7 @@ import pytest
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.judge import (
-    FunctionJudge,
-    Judge,
-)
+from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.user_code import border, process_function
 from producer_workers.user_code.process_function import ProcessFunction

@@ -1,5 +1,3 @@
-"""How far strategies run ahead: the reference's targets, and whose settings a task has."""
-
 from __future__ import annotations
 
 import subprocess
@@ -163,11 +161,7 @@ def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_p
         AsyncProduceStrategy,
         SyncProduceStrategy,
     ]
-    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [
-        19 + 3,
-        9 + 1,
-        0,
-    ]
+    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [19 + 3, 9 + 1, 0]
     assert [chosen[task].plan(seen(task, limits)).pools[0] for task in chosen] == [
         ("aborted", 1),
         ("expired", 4),

@@ -1,5 +1,3 @@
-"""The discrete-event model, on cases that a person can work out."""
-
 from __future__ import annotations
 
 import pytest

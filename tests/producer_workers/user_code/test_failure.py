@@ -1,5 +1,3 @@
-"""The traceback of a user's code, as text, from wherever it runs."""
-
 from __future__ import annotations
 
 import logging

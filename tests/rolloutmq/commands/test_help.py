@@ -18,19 +18,10 @@ from tests.rolloutmq.conftest import ROOT, in_process
 COMMANDS: dict[str, Any] = all_commands()
 ONE = ["math-0000000042"]
 ARGUMENTS = {
-    "show": ONE,
-    "rejudge": ONE,
-    "requeue": ONE,
-    "drop": ONE,
-    "batch": ["3"],
-    "set": ["max_staleness=2"],
-    "fence": ["w1"],
-    "save": ["unused"],
-    "restore": ["unused"],
-    "export": ["unused.jsonl"],
-    "import": ["unused.jsonl"],
-    "logs": ["events"],
-}
+    "show": ONE, "rejudge": ONE, "requeue": ONE, "drop": ONE, "batch": ["3"],
+    "set": ["max_staleness=2"], "fence": ["w1"], "save": ["unused"], "restore": ["unused"],
+    "export": ["unused.jsonl"], "import": ["unused.jsonl"], "logs": ["events"],
+}  # fmt: skip
 """What commands cannot do without."""
 
 

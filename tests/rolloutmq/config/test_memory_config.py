@@ -43,14 +43,10 @@ def load(folder: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("512", 512),
-        ("8GiB", 8 * 2**30),
-        ("1.5 MiB", 3 * 2**19),
-        ("500MB", 500_000_000),
-        ("2TB", 2 * 10**12),
-        (" 7 B ", 7),
+        ("512", 512), ("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19), ("500MB", 500_000_000),
+        ("2TB", 2 * 10**12), (" 7 B ", 7),
     ],
-)
+)  # fmt: skip
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert MemorySection.model_validate({"budget_bytes": text}).budget_bytes == size
 

@@ -1,5 +1,3 @@
-"""The table at the end of a run says what an accuracy is of."""
-
 from __future__ import annotations
 
 import pytest
@@ -9,7 +7,6 @@ from rolloutmq.views.run_folder import accuracy_table
 
 
 def cells(first: dict[str, float], last: dict[str, float]) -> dict[str, str]:
-    """Return the row of a task by column."""
     table = accuracy_table({("quiz", 0): first, ("quiz", 8): last})
     console = Console(width=200)
     rows = [[str(cell) for cell in column.cells] for column in table.columns]

@@ -1,5 +1,3 @@
-"""The live view: 80 columns, everything on it, red only where a person must act."""
-
 from __future__ import annotations
 
 import dataclasses

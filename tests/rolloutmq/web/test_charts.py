@@ -1,5 +1,3 @@
-"""Charts in a browser: they grow as the trainer logs, of several runs, in both themes."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,15 +13,8 @@ from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 
 VIEWS = (
-    "run",
-    "groups",
-    "groups/math-0000000003",
-    "workers",
-    "workers/w0",
-    "dead",
-    "control",
-    "events",
-)
+    "run", "groups", "groups/math-0000000003", "workers", "workers/w0", "dead", "control", "events",
+)  # fmt: skip
 
 
 def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str = "l1") -> None:

@@ -1,5 +1,3 @@
-"""The logs of a run in a browser: filtered, followed, and with a group's lines beside them."""
-
 from __future__ import annotations
 
 import http.client

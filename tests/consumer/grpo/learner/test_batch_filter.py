@@ -1,5 +1,3 @@
-"""What a trainer leaves out: logged, counted, and nothing else is moved."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""The learner: the loss does not depend on how a batch is cut, and a resume is exact."""
-
 from __future__ import annotations
 
 from pathlib import Path

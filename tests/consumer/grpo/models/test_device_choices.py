@@ -1,7 +1,6 @@
-"""Which precision and attention a model gets, and that of packed rows by sample borders."""
-
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +43,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "gpt_oss": (GptOssForCausalLM, GptOssConfig()),
 }
 TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -173,3 +167,9 @@ def test_torch_varlen_gives_the_logprobs_of_sdpa_without_a_mask(
     assert keeps_samples_apart(policies[1])
     by_mask, by_borders = (token_logprobs(policy, batch).logprobs for policy in policies)
     torch.testing.assert_close(by_borders, by_mask, atol=2e-5, rtol=1e-4)
+
+
+def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(load_model, [model_dir] * 12))
+    assert not any(parameter.is_meta for model in models for parameter in model.parameters())

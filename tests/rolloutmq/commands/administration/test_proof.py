@@ -1,5 +1,3 @@
-"""fsck finds what is lost, doubled or trained twice; doctor says what a run waits for."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -76,7 +76,6 @@ def rejudge(scene: Scene, command: Command, tmp_path: Path) -> Any:
 
 
 def bury(scene: Scene) -> int:
-    """A dead letter with its responses."""
     (job,) = scene.claim("w1", 1)
     scene.run.jobs.release("w1", job, "failed", "no")
     group = scene.run.buffer.read(group_ref(scene, 3))
