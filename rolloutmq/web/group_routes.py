@@ -35,9 +35,8 @@ from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, add_texts,
 from rolloutmq.options import read_where, require_known
 from rolloutmq.views.found_group import FoundGroup, find_group, locate
 from rolloutmq.views.group_list import MOST_READ, OUTCOMES, Wanted, list_groups
-from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.run_folder import letters_by_cause
-from rolloutmq.views.setting_view import live_settings
+from rolloutmq.views.setting_view import live_settings, set_operator_mode
 from rolloutmq.web.access import Access, number_in
 
 PAGE = 25
