@@ -43,13 +43,6 @@ def test_suite_compares_ours_with_redis_and_pipelinerl(figures: list[Figure]) ->
 
 
 @pytest.mark.slow
-def test_suite_names_the_slowest_call_of_the_scripts_that_scaling_runs(
-    figures: list[Figure],
-) -> None:
-    assert {"take_batch"} <= {figure.name for figure in figures if figure.section == "slowest call"}
-
-
-@pytest.mark.slow
 def test_report_holds_every_figure_when_it_is_written(
     figures: list[Figure], tmp_path: Path
 ) -> None:
@@ -87,11 +80,6 @@ def test_interleave_runs_the_ways_in_turns_and_leaves_out_the_first_round() -> N
 
 def test_ratio_compares_neighbours_in_time_when_the_machine_was_slow_for_a_round() -> None:
     assert ratio({"ours": [2.0, 20.0, 2.0], "theirs": [1.0, 10.0, 1.0]}, "ours", "theirs") == 0.5
-
-
-@pytest.mark.parametrize(("better", "met"), [("more", False), ("less", True)])
-def test_figure_is_met_on_the_better_side_of_its_target(better: str, met: bool) -> None:
-    assert Figure("s", "n", 1.0, "x", 2.0, better).met is met
 
 
 @pytest.mark.parametrize("receivers", [1, 2, 9, 125])

@@ -86,15 +86,6 @@ def mix_of(batch_size: int, weights: Mapping[str, float]) -> TaskMix:
     return TaskMix(batch_size, [Reweighting(from_step=1, weights=dict(weights))])
 
 
-def test_batches_of_7_by_weights_2_1_0() -> None:
-    mix = mix_of(7, {"math": 2, "code": 1, "idle": 0})
-    assert [tuple(mix.shares(step).values()) for step in (1, 2, 3)] == [
-        (5, 2, 0),
-        (4, 3, 0),
-        (5, 2, 0),
-    ]
-
-
 WEIGHTS = st.floats(0, 1e6) | st.integers(0, 50).map(float) | st.floats(0, 1)
 
 

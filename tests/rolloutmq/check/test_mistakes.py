@@ -210,14 +210,6 @@ def test_a_ground_truth_that_no_answer_fits_is_found_behind_the_first_prompts(
     assert said in error.what
 
 
-def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project: Path) -> None:
-    rows = [orjson.dumps({"question": "1?", "answer": 1, "data_source": "a"})] * 200
-    rows[150] = orjson.dumps({"question": "1?", "answer": 1, "data_source": "b"})
-    (project / "sums.jsonl").write_bytes(b"\n".join(rows))
-    (error,) = errors("tasks.sums.judge={a='gsm8k'}", section="data")
-    assert "'b'" in error.what
-
-
 def errors(*overrides: str, section: str) -> list[Finding]:
     every = found(*overrides, stages=["data"], section=section)
     return [each for each in every if each.section == section and each.level == "error"]

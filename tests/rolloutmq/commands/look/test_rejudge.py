@@ -118,12 +118,6 @@ def test_what_it_raises_is_shown_with_the_users_line(rejudge: Any) -> None:
     assert "check/judge.py" not in verdict["error"]
 
 
-def test_an_error_of_a_whole_group_is_shown_once(rejudge: Any) -> None:
-    done = rejudge(3, "fail_all")
-    assert done.returncode == 1
-    assert done.stdout.count("in read") == 1
-
-
 def test_pdb_opens_at_the_users_line(rejudge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("p 'text is', text\nw\nq\n"))
     done = rejudge(3, "fail", "--pdb")
