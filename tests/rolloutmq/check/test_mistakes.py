@@ -18,20 +18,7 @@ from rolloutmq.config.load import inspect_config
 from tests.consumer.grpo.models.tiny import build_model
 from tests.rolloutmq.conftest import ROOT, Command
 
-CONFIG = """
-run = { name = "mine" }
-plan = { steps = 20, batch_size = 16 }
-[tasks.sums]
-judge = "my_judges:score"
-sample = { max_tokens = 64 }
-[tasks.sums.dataset]
-kind = "jsonl"
-path = "sums.jsonl"
-[tiny_model]
-max_positions = 128
-[engine]
-kind = "simulated"
-"""
+CONFIG = Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8")
 JUDGES = """
 import os, sys, time
 def score(response, ground_truth, state): return float(response == ground_truth)

@@ -44,20 +44,7 @@ def read(text):
 def fail_all(states):
     return read("nothing")
 """
-CONFIG = """
-[run]
-name = "demo"
-[plan]
-steps = 1
-batch_size = 1
-[policy]
-model = "nowhere"
-[tasks.math]
-judge = "judges_again:{judge}"
-dataset = {{ kind = "jsonl", path = "nowhere.jsonl" }}
-[engine]
-kind = "simulated"
-"""
+CONFIG = Path(__file__).with_name("rejudge.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
