@@ -20,7 +20,6 @@ from benchmarks.report import read_json, write_json, write_readme
 from benchmarks.server import memory_server
 from benchmarks.suite import SUITE, TINY, run_suite
 from benchmarks.throughput import STREAM
-from buffer.wire import group_bytes
 
 MARKED = "before\n<!-- figures: written by `make bench` -->\nold\n<!-- end of figures -->\nafter\n"
 NOT_IN_A_TINY_RUN = {
@@ -64,10 +63,6 @@ def test_report_holds_every_figure_when_it_is_written(
     assert {path.name for path in tmp_path.glob("*.png")} == {
         *("throughput.png", "scaling.png", "scale.png", "pause.png", "stragglers.png")
     }
-
-
-def test_sample_group_has_the_size_that_the_figures_speak_of() -> None:
-    assert len(group_bytes.encode(sample.group("math-0000000003"))) == sample.GROUP_BYTES
 
 
 def test_interleave_runs_the_ways_in_turns_and_leaves_out_the_first_round() -> None:
