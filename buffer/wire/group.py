@@ -7,7 +7,6 @@ without an object per rollout. `states` makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from buffer.wire.document import (
     STATUSES,
     Columns,
     Document,
-    Own,
     Shared,
     optional_of,
     tokens_of,
@@ -117,11 +115,6 @@ class RolloutGroup:
     def shared(self) -> Shared:
         """Return what the rollouts have in common: the prompt, and how they are sampled."""
         return self.head.shared
-
-    @cached_property
-    def own(self) -> dict[int, Own]:
-        """Return what single rollouts have instead or besides, by position."""
-        return dict(self.head.own)
 
     @property
     def states(self) -> list[RolloutState]:
@@ -226,6 +219,11 @@ class RolloutGroup:
             return 0
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
+    def sums(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the sum of a token column, [sum R], over each member, float64[k]."""
+        member = np.repeat(np.arange(len(self)), self.lengths)
+        return np.bincount(member, values, len(self)).astype(np.float64, copy=False)
+
     def _rewards(self, name: str) -> NDArray[np.float32]:
         if name not in self.head.rewards:
             return np.full(len(self), np.nan, "<f4")
@@ -250,11 +248,6 @@ class RolloutGroup:
         return samples
 
     @property
-    def token_limits(self) -> NDArray[np.int32]:
-        """Return `max_tokens` of each rollout, int32[k]."""
-        return np.array([sample.max_tokens for sample in self.samples], "<i4")
-
-    @property
     def errors(self) -> list[str]:
         return sorted({own.error for _, own in self.head.own if own.error})
 
@@ -275,7 +268,10 @@ class RolloutGroup:
     @property
     def roles(self) -> list[str]:
         """Return the role of each member; "" without one."""
-        return [self.own[n].role if n in self.own else "" for n in range(len(self))]
+        roles = [""] * len(self)
+        for n, own in self.head.own:
+            roles[n] = own.role
+        return roles
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
@@ -285,8 +281,7 @@ class RolloutGroup:
         """
         roles = np.array(self.roles)
         if (roles != roles[0]).any():
-            member = np.repeat(np.arange(len(self)), self.lengths)
-            trained = np.bincount(member, self.sampled_mask, len(self)) > 0
+            trained = self.sums(self.sampled_mask) > 0
             if trained.any():
                 return np.isin(roles, roles[trained])
         return np.ones(len(self), np.bool_)

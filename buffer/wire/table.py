@@ -42,13 +42,7 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     lineages, spans = _spans(states)
     mask = None
     if any(state.response_mask is not None for state in states):
-        masks = [state.response_mask for state in states]
-        mask = np.concatenate(
-            [
-                np.ones(n, "u1") if own is None else own
-                for own, n in zip(masks, lengths, strict=True)
-            ]
-        )
+        mask = np.concatenate([state.whole_mask() for state in states])
     columns = {
         "spans": spans,
         "rewards": rewards,

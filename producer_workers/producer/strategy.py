@@ -186,7 +186,7 @@ class AsyncProduceStrategy:
         return self.limits.mix().groups_until(self.task, last) + self._surplus(last)
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        trigger = self.limits.of(self.task).tail_batch_trigger_size
+        trigger = self.limits.setting(self.task, "tail_batch_trigger_size")
         last = self._last_step(context.state.weights.version)
         surplus = self._surplus(last)
         needed = self.target(context.state.weights.version) - surplus - context.shortfall
@@ -213,7 +213,8 @@ class AsyncProduceStrategy:
         if last >= self.limits.steps:
             return 0
         share = self.limits.mix().shares(last)[self.task]
-        return ceil(self.limits.of(self.task).over_sample_threshold * share)
+        more: float = self.limits.setting(self.task, "over_sample_threshold")
+        return ceil(more * share)
 
 
 class EvaluationStrategy:

@@ -51,7 +51,7 @@ def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
                 inherited = getattr(own, THRESHOLDS[name]) is None
                 value = _value(limits if inherited else own, name, limits.sync_weights_interval)
             else:
-                value = getattr(limits.of(task), name)
+                value = limits.setting(task, name)
                 inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
             yield LiveSetting(f"tasks.{task}.{name}", value, docs[name], _range(field), inherited)
 

@@ -18,8 +18,7 @@ from buffer.maintenance import column_files
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run.run import Run
-from consumer.grpo.policy.column_reader import Places
-from consumer.grpo.policy.mask_reader import MaskReader
+from consumer.grpo.policy.column_readers import MaskReader, Places
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
