@@ -40,14 +40,11 @@ ALL = ("eval", "resume", "fresh")
 @pytest.mark.parametrize(
     ("operator", "trainer", "mode"),
     [
-        (Mode.KEEP, Mode.ABORT, Mode.ABORT),
-        (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
-        (Mode.ABORT, Mode.KEEP, Mode.ABORT),
-        (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
-        (Mode.RUN, Mode.KEEP, Mode.KEEP),
-        (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
+        (Mode.KEEP, Mode.ABORT, Mode.ABORT), (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
+        (Mode.ABORT, Mode.KEEP, Mode.ABORT), (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
+        (Mode.RUN, Mode.KEEP, Mode.KEEP), (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
     ],
-)
+)  # fmt: skip
 def test_the_stricter_of_two_holders_rules(
     scene: Scene, operator: Mode, trainer: Mode, mode: Mode
 ) -> None:

@@ -243,19 +243,14 @@ def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name:
 @pytest.mark.parametrize(
     ("error", "transient"),
     [
-        (redis.ConnectionError("gone"), True),
-        (redis.TimeoutError("slow"), True),
-        (redis.BusyLoadingError("loading"), True),
-        (redis.OutOfMemoryError("full"), True),
-        (redis.ReadOnlyError("replica"), True),
-        (redis.ResponseError("MISCONF disk"), True),
-        (redis.ResponseError("BUSY script"), True),
-        (redis.AuthenticationError("no"), False),
+        (redis.ConnectionError("gone"), True), (redis.TimeoutError("slow"), True),
+        (redis.BusyLoadingError("loading"), True), (redis.OutOfMemoryError("full"), True),
+        (redis.ReadOnlyError("replica"), True), (redis.ResponseError("MISCONF disk"), True),
+        (redis.ResponseError("BUSY script"), True), (redis.AuthenticationError("no"), False),
         (redis.exceptions.NoPermissionError("no"), False),
-        (redis.ResponseError("ERR unknown"), False),
-        (redis.DataError("bug"), False),
+        (redis.ResponseError("ERR unknown"), False), (redis.DataError("bug"), False),
     ],
-)
+)  # fmt: skip
 def test_only_transient_errors_are_retried(error: Exception, transient: bool) -> None:
     assert is_transient(error) is transient
 

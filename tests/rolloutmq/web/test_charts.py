@@ -22,19 +22,13 @@ def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str =
     with (folder / "steps.jsonl").open("ab") as log:
         for step, reward in enumerate(rewards, first):
             metrics = {
-                "rewards/mean": reward,
-                "rewards/std": 0.1,
-                "time/step_s": 2.0,
-                "time/wait_s": 0.5,
+                "rewards/mean": reward, "rewards/std": 0.1, "time/step_s": 2.0, "time/wait_s": 0.5,
                 "own/metric": reward,
-            }
+            }  # fmt: skip
             line = {
-                "step": step,
-                "lineage": lineage,
-                "gids": [],
-                "ended_s": 1.8e9 + 60 * step,
+                "step": step, "lineage": lineage, "gids": [], "ended_s": 1.8e9 + 60 * step,
                 "metrics": metrics,
-            }
+            }  # fmt: skip
             log.write(orjson.dumps(line) + b"\n")
 
 
