@@ -27,10 +27,7 @@ from rolloutmq.views.explain.diagnosis import Symptom, diagnose_run, last_event_
 from rolloutmq.views.run_view import RunView
 
 
-@command(
-    "doctor",
-    epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0",
-)
+@command("doctor", epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0")
 def doctor(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
 ) -> None:

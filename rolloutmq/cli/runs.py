@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
 from rich.console import RenderableType
 from rich.table import Table
+from typer import Argument, Option
 
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
@@ -45,8 +45,7 @@ Examples: rolloutmq runs
 """
 
 Delete = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Remove this run and all its data from the server."),
+    str | None, Option(metavar="NAME", help="Remove this run and all its data from the server.")
 ]
 
 
@@ -248,16 +247,14 @@ Examples: rolloutmq report
 def report(
     folder: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             metavar="RUN_FOLDER",
             help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Default: report.html in the run's folder."
-        ),
+        Option("--output", "-o", metavar="FILE", help="Default: report.html in the run's folder."),
     ] = None,
 ) -> None:
     """Write a run's folder as one HTML file, to send or to keep.

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.text import Text
+from typer import Option
 
 from buffer.errors import StoreUnavailable
 from consumer.handle.step_log import read_steps
@@ -38,14 +38,14 @@ def _folder_status(folder: Path, error: StoreUnavailable, **_: object) -> Output
 def status(
     target: Target,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show it again and again, until Ctrl-C.")
+        bool, Option("--follow", "-f", help="Show it again and again, until Ctrl-C.")
     ] = False,
     every: Annotated[
-        float | None, typer.Option(min=0.1, help="With --follow: seconds between two refreshes.")
+        float | None, Option(min=0.1, help="With --follow: seconds between two refreshes.")
     ] = None,
     refreshes: Annotated[
         int | None,
-        typer.Option("--count", min=1, metavar="N", help="With --follow: exit after N refreshes."),
+        Option("--count", min=1, metavar="N", help="With --follow: exit after N refreshes."),
     ] = None,
     as_json: AsJson = False,
 ) -> Output | None:

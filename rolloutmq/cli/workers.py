@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
-import typer
 from rich.console import RenderableType
 from rich.table import Table
+from typer import Argument
 
 from buffer.control.worker_record import NUMBERS, WorkerRecord
 from rolloutmq.command_list import command
 from rolloutmq.options import Output, Target, Yes, on_run, require_known, require_yes
 from rolloutmq.output import age, known, plural, table
 from rolloutmq.views.run_json import worker_json
-from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import workers_table
 
 
@@ -31,25 +30,20 @@ def workers(target: Target) -> Output:
     """
     view = read_run_view(target.run)
     rows = view.workers or view.ended_workers
-    shown = _shown(view, rows) if rows else [_NO_WORKER]
-    return Output([worker_json(row, view) for row in rows], shown)
-
-
-_NO_WORKER = "No worker has registered. `rolloutmq worker CONFIG` starts one."
-
-
-def _shown(view: RunView, rows: Sequence[WorkerRecord]) -> list[RenderableType]:
-    judged = [row for row in rows if row.judged or row.judging]
-    return [
-        workers_table(rows, view.lease_ms, str(view.weights)),
-        *([judges_table(judged)] if judged else []),
-        *(
-            f"{row.id}: {of.note.format(number)}"
-            for row in rows
-            for name, of in NUMBERS.items()
-            if of.note and (number := getattr(row, name))
-        ),
+    shown: list[RenderableType] = [
+        "No worker has registered. `rolloutmq worker CONFIG` starts one."
     ]
+    if rows:
+        shown = [workers_table(rows, view.lease_ms, str(view.weights))]
+    if judged := [row for row in rows if row.judged or row.judging]:
+        shown.append(judges_table(judged))
+    shown += [
+        f"{row.id}: {of.note.format(number)}"
+        for row in rows
+        for name, of in NUMBERS.items()
+        if of.note and (number := getattr(row, name))
+    ]
+    return Output([worker_json(row, view) for row in rows], shown)
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
@@ -67,8 +61,7 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
 def fence(
     target: Target,
     worker: Annotated[
-        str,
-        typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
+        str, Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them.")
     ],
     yes: Yes = False,
 ) -> Output:

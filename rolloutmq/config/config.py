@@ -314,9 +314,4 @@ class Config(Attaching):
                 if (publications := getattr(task, field)) is not None:
                     own[threshold] = stale_threshold(publications, interval)
         strategy = self.strategy_of(name).kind
-        return TaskLimits(
-            weight=task.weight,
-            eval_of=task.eval_of,
-            strategy=strategy,
-            **own,
-        )
+        return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)

@@ -16,12 +16,7 @@ from buffer.config.run_settings import PolicySection
 from buffer.imports import is_dotted_path
 from buffer.wire.staleness import stale_threshold
 from consumer.config.critic import CriticConfig
-from consumer.config.trainer import (
-    MOST_PROBLEMS,
-    PASS_AT,
-    WITHIN_A_GROUP,
-    TrainerSection,
-)
+from consumer.config.trainer import MOST_PROBLEMS, PASS_AT, WITHIN_A_GROUP, TrainerSection
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.task import TaskSection, attached_kinds
 from producer_workers.hub import is_id

@@ -286,13 +286,6 @@ def test_key_of_a_wrong_type_is_damage_and_fsck_names_it(scene: Scene) -> None:
     assert f"{scene.keys.leases} is a list, and not a zset" in faults
 
 
-def test_pauses_double_up_to_the_longest_without_jitter() -> None:
-    backoff = Backoff(0.5, 10.0, jitter=0.0)
-    assert [backoff.pause_s(attempt) for attempt in (0, 1, 4, 5, 5000)] == [
-        0.5, 1.0, 8.0, 10.0, 10.0,
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("jitter", [0.5, 1.0])
 def test_jitter_is_the_random_share_of_a_pause(jitter: float) -> None:
     pauses = [Backoff(1.0, 4.0, jitter).pause_s(1) for _ in range(500)]
