@@ -99,12 +99,16 @@ class UserProcess:
             self._started = self._started or asyncio.create_task(self._start())
             await asyncio.shield(self._started)
             number = next(self._numbers)
-            answer = self._send(number, frame)
             try:
-                return self._result(await self._limited(number, answer))
+                answer = await self._limited(number, self._send(number, frame))
             except asyncio.CancelledError:
                 self._give_up(number)
                 raise
+            failure = answer.failure
+            self._failed_s = time.monotonic() if failure and failure.trace else math.inf
+            if failure is not None:
+                raise self._rules.failed(failure)
+            return self._border.result(answer.result)
         finally:
             self._calls -= 1
             self._leave_if_idle()
@@ -247,13 +251,6 @@ class UserProcess:
             answer.set_exception(Ended(reason))
             answer.exception()  # retrieved here, as its caller may be gone
 
-    def _result(self, answer: CallAnswer) -> Any:
-        failure = answer.failure
-        self._failed_s = time.monotonic() if failure and failure.trace else math.inf
-        if failure is not None:
-            raise self._rules.failed(failure)
-        return self._border.result(answer.result)
-
 
 # Calls a user's function, here or in another process. Raises the error of its rules only.
 Call = Callable[..., Awaitable[Any]]
@@ -300,7 +297,7 @@ class ProcessFunction:
                 return await process.ask(frame)
         async with self._alone:
             frame = self._write(again()) if again else frame
-            process = self._start(is_shared=False)
+            process = UserProcess(self._order, self._border, self._rules, is_shared=False)
             try:
                 return await process.ask(frame)
             except Ended as end:
@@ -329,12 +326,10 @@ class ProcessFunction:
         found = max(fitting, key=lambda process: process.room, default=None)
         is_crowded = found is not None and found.room <= ROOM[self._rules.mode] - CROWD
         if found is None or (is_crowded and len(self._processes) < self._rules.processes):
-            found = self._start(is_shared=ROOM[self._rules.mode] > 1)
+            is_shared = ROOM[self._rules.mode] > 1
+            found = UserProcess(self._order, self._border, self._rules, is_shared=is_shared)
             self._processes.append(found)
         return found
-
-    def _start(self, *, is_shared: bool) -> UserProcess:
-        return UserProcess(self._order, self._border, self._rules, is_shared=is_shared)
 
 
 def call_of(

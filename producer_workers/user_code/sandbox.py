@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -135,7 +135,8 @@ def run_program(
     check_sandbox(sandbox)
     start = _start_weakly if sandbox == WEAK else _start_caged
     with file_of(stdin.encode()) as given, start(program, limits) as how:
-        process = subprocess.Popen(
+        outputs = [bytearray(), bytearray()]
+        with subprocess.Popen(
             [*_limited(limits), *how.command],
             cwd=how.folder,
             env=how.environment,
@@ -144,8 +145,13 @@ def run_program(
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )
-        return _outcome(process, limits)
+        ) as process:
+            try:
+                problem = _read(process, outputs, time.monotonic() + limits.time_s, limits)
+            finally:
+                kill_session(process.pid)  # with its children
+    stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
+    return ProgramResult(None if problem else process.returncode, stdout, stderr, problem)
 
 
 @contextmanager
@@ -179,25 +185,6 @@ def _limited(limits: Limits) -> list[str]:
         _, hard = resource.getrlimit(limit)
         command.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
     return [*command, "--"]
-
-
-def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
-    """Read what a program writes until it ends, and end it with its children at a limit."""
-    deadline = time.monotonic() + limits.time_s
-    outputs = [bytearray(), bytearray()]
-    problem = ""
-    with ExitStack() as closing:
-        streams = [process.stdout, process.stderr]
-        for stream in streams:
-            assert stream is not None
-            closing.enter_context(stream)
-        try:
-            problem = _read(process, outputs, deadline, limits)
-        finally:
-            kill_session(process.pid)
-            process.wait()
-    stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
-    return ProgramResult(None if problem else process.returncode, stdout, stderr, problem)
 
 
 def _read(

@@ -38,11 +38,9 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import (
     AdapterCheck,
+    ModelCheck,
     Shapes,
     check_model_folder,
-    check_same_tensors,
-    has_tied_head,
-    read_shapes,
 )
 from producer_workers.engines.vllm.api import (
     VllmApi,
@@ -133,8 +131,6 @@ class VllmEngine:
         self._model_dir = model_dir
         self._loaded_from = model_dir
         self._version = version
-        self._shapes: Shapes = {}
-        self._tied_head = False
         self._adapter: VllmAdapter | None = None
         self._api: VllmApi | None = None
         self._llm: Any = None
@@ -151,11 +147,12 @@ class VllmEngine:
     async def start(self) -> None:
         check_model_folder(self._model_dir)
         self._keeps_cache = keeps_cache(self._config, self._model_dir)
-        self._shapes = read_shapes(self._model_dir)
-        self._tied_head = has_tied_head(self._model_dir)
+        check = ModelCheck(self._model_dir)
+        self._check_weights = check.check
         if self._config.max_lora_rank:
-            self._adapter = VllmAdapter(self._model_dir, self._shapes, self._config.max_lora_rank)
+            self._adapter = VllmAdapter(self._model_dir, check.shapes, self._config.max_lora_rank)
             self._loaded_from = self._adapter.first
+            self._check_weights = self._adapter.check
         on_cpu = is_cpu_build()
         prepare_environment(self._config, on_cpu=on_cpu)
         try:
@@ -181,7 +178,22 @@ class VllmEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        final = await self._ask(request_id, prompt_ids, lambda: self._sampling(params))
+        def sampling() -> Any:
+            assert self._api is not None
+            structure = None
+            if params.structured:
+                structure = self._api.structured(**structure_arguments(params.structured))
+            return self._api.sampling(
+                **sampling_arguments(masked(params) if self.records_masks else params),
+                structured_outputs=structure,
+                output_kind=self._api.final_only,
+                logprobs=0,
+                flat_logprobs=True,  # plain lists instead of a dict per token
+                detokenize=bool(params.stops),  # text is made only where it decides the stop
+                skip_clone=True,
+            )
+
+        final = await self._ask(request_id, prompt_ids, sampling)
         return generation_of(final.outputs[0], len(prompt_ids))
 
     async def score(
@@ -233,21 +245,6 @@ class VllmEngine:
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
         return final
-
-    def _sampling(self, params: SampleParams) -> Any:
-        assert self._api is not None
-        structure = None
-        if params.structured:
-            structure = self._api.structured(**structure_arguments(params.structured))
-        return self._api.sampling(
-            **sampling_arguments(masked(params) if self.records_masks else params),
-            structured_outputs=structure,
-            output_kind=self._api.final_only,
-            logprobs=0,
-            flat_logprobs=True,  # plain lists instead of a dict per token
-            detokenize=bool(params.stops),  # text is made only where it decides the stop
-            skip_clone=True,
-        )
 
     async def pause(self, mode: PauseMode) -> None:
         control = self._running()
@@ -361,12 +358,6 @@ class VllmEngine:
             finally:
                 if not self._paused and control.dead is None:
                     await control.ask(self._llm.resume_generation(), "resuming after an update")
-
-    def _check_weights(self, path: Path) -> None:
-        if self._adapter:
-            self._adapter.check(path)
-        else:
-            check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
 
     async def _load(self, path: Path) -> None:
         folder = str(path.resolve())
