@@ -146,8 +146,11 @@ def _texts(
     common = _encoded(first)
     own = []
     for n, state in enumerate(states):
-        given = {name: getattr(state, name) for name in _OWN}
-        fields = {name: own_copy(value) for name, value in given.items() if value != _OWN[name]}
+        fields: dict[str, Any] = {
+            name: own_copy(value)
+            for name, default in _OWN.items()
+            if (value := getattr(state, name)) != default
+        }
         if n in files:
             fields["files"] = files[n]
         values = _shared_values(state) if n else first

@@ -198,10 +198,8 @@ class BatchOutlook:
         self._raise_if_gone(holder)
         self._raise_if_refused(state)
         if self._trains and not answer.awaits_stragglers:
-            if (
-                batch_status(state, self._step, self._run.limits)
-                is ProduceBatchStatus.EXPIRED_BATCH
-            ):
+            status = batch_status(state, self._step, self._run.limits)
+            if status is ProduceBatchStatus.EXPIRED_BATCH:
                 limit, setting = self._run.limits.limit_of(self._step)
                 reason = f"{setting} lets one version start groups for {limit} steps only"
                 raise self._expired(state, reason, answer)

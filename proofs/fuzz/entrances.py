@@ -107,12 +107,9 @@ def seeds_of_corpus() -> dict[str, bytes]:
     from tests.bad_payloads import CONTROL, LINE, REWARD
 
     row = {
-        "gid": "a",
-        "task": "math",
-        "response_ids": [1],
-        "logprobs": [-1.0],
+        "gid": "a", "task": "math", "response_ids": [1], "logprobs": [-1.0],
         "reward": {"score": 1.0},
-    }
+    }  # fmt: skip
     message = {"question": "1 + 1", "answer": "2", "extra": {"level": 1}, "tools": [{"name": "f"}]}
     asked = {"$or": [{"staleness": {"$gte": 2}}, {"status": {"$in": ["completed"]}}], "reward": 0.5}
     address = b"redis+sentinel://user:a-long-secret@[::1]:1,host:2/service/0?ssl_ca_certs=x&sentinel_username=y"

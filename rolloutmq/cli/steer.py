@@ -17,8 +17,7 @@ from buffer.run.settings import LiveSettings, LiveTaskSettings, parse_change
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run, require_known
 from rolloutmq.output import age, console, plural, table
-from rolloutmq.views.operator_mode import set_operator_mode
-from rolloutmq.views.setting_view import overrides, time_text, value_text
+from rolloutmq.views.setting_view import overrides, set_operator_mode, time_text, value_text
 
 Wait = Annotated[bool, Option("--wait", help="Wait until every live worker has confirmed.")]
 Timeout = Annotated[

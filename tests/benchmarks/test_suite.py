@@ -20,7 +20,6 @@ from benchmarks.report import read_json, write_json, write_readme
 from benchmarks.server import memory_server
 from benchmarks.suite import SUITE, TINY, run_suite
 from benchmarks.throughput import STREAM
-from buffer.wire import group_bytes
 
 MARKED = "before\n<!-- figures: written by `make bench` -->\nold\n<!-- end of figures -->\nafter\n"
 NOT_IN_A_TINY_RUN = {
@@ -40,13 +39,6 @@ def test_suite_compares_ours_with_redis_and_pipelinerl(figures: list[Figure]) ->
         names = {figure.name for figure in figures if figure.section == section}
         assert {"ours", STREAM} < names
         assert any(name.startswith("ours / ") for name in names)
-
-
-@pytest.mark.slow
-def test_suite_names_the_slowest_call_of_the_scripts_that_scaling_runs(
-    figures: list[Figure],
-) -> None:
-    assert {"take_batch"} <= {figure.name for figure in figures if figure.section == "slowest call"}
 
 
 @pytest.mark.slow
@@ -73,10 +65,6 @@ def test_report_holds_every_figure_when_it_is_written(
     }
 
 
-def test_sample_group_has_the_size_that_the_figures_speak_of() -> None:
-    assert len(group_bytes.encode(sample.group("math-0000000003"))) == sample.GROUP_BYTES
-
-
 def test_interleave_runs_the_ways_in_turns_and_leaves_out_the_first_round() -> None:
     order: list[str] = []
     ways = {name: Way(lambda _, name=name: order.append(name)) for name in "ab"}  # type: ignore[misc]
@@ -87,11 +75,6 @@ def test_interleave_runs_the_ways_in_turns_and_leaves_out_the_first_round() -> N
 
 def test_ratio_compares_neighbours_in_time_when_the_machine_was_slow_for_a_round() -> None:
     assert ratio({"ours": [2.0, 20.0, 2.0], "theirs": [1.0, 10.0, 1.0]}, "ours", "theirs") == 0.5
-
-
-@pytest.mark.parametrize(("better", "met"), [("more", False), ("less", True)])
-def test_figure_is_met_on_the_better_side_of_its_target(better: str, met: bool) -> None:
-    assert Figure("s", "n", 1.0, "x", 2.0, better).met is met
 
 
 @pytest.mark.parametrize("receivers", [1, 2, 9, 125])

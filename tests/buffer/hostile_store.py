@@ -43,25 +43,16 @@ ABSURD = (
 )  # fmt: skip
 
 WORDS = {
-    "bucket": r"bucket:\d\d?",
-    "gid": r"[\w.-]+-00[0-6]\d{7}",
-    "hex": r"[0-9a-f]{1,8}",
-    "lanes": r"((eval|resume|fresh)( |$))*",
-    "name": r"[\w.-]{1,64}",
-    "names": r"[A-Za-z0-9][\w,-]{0,511}",
-    "number": r"-?\d{1,25}(\.\d*)?(e[+-]?\d{1,2})?",
-    "policy": r"[\w.:-]{1,256}",
-    "token": r"[\w.:-]{1,64}",
-    "weights": r"[\w.-]{1,64}:\d{1,15}",
-}
+    "bucket": r"bucket:\d\d?", "gid": r"[\w.-]+-00[0-6]\d{7}", "hex": r"[0-9a-f]{1,8}",
+    "lanes": r"((eval|resume|fresh)( |$))*", "name": r"[\w.-]{1,64}",
+    "names": r"[A-Za-z0-9][\w,-]{0,511}", "number": r"-?\d{1,25}(\.\d*)?(e[+-]?\d{1,2})?",
+    "policy": r"[\w.:-]{1,256}", "token": r"[\w.:-]{1,64}", "weights": r"[\w.-]{1,64}:\d{1,15}",
+}  # fmt: skip
 
 NEW = {
-    ("create_run", "nonce"),
-    ("create_run", "continues"),
-    ("trainer_open", "nonce"),
-    ("producer_open", "nonce"),
-    ("register", "nonce"),
-}
+    ("create_run", "nonce"), ("create_run", "continues"), ("trainer_open", "nonce"),
+    ("producer_open", "nonce"), ("register", "nonce"),
+}  # fmt: skip
 NEW |= {("claim", "token"), ("put", "token"), ("update", "token")}
 """Tokens that a caller makes up: a script takes any. So it is with every `operation`."""
 

@@ -154,16 +154,6 @@ def test_every_extra_is_explained() -> None:
     assert sorted(explained) == sorted(project["optional-dependencies"])
 
 
-def test_the_first_gpu_run_names_every_preset_and_its_time() -> None:
-    text = (PAGES / "first_gpu_run.md").read_text(encoding="utf-8")
-    hours = {
-        path.stem: re.findall(r"^# Time: ([\d.]+) hours", path.read_text("utf-8"), re.M)[0]
-        for path in (ROOT / "configs").glob("qwen3*.toml")
-    }
-    rows = re.findall(r"^\| `(qwen3\w[\w.]*)` \|.*\| ([\d.]+) h \|$", text, re.M)
-    assert dict(rows) == hours
-
-
 @pytest.mark.parametrize("name", ["command", "config", "metric"])
 def test_every_row_has_a_meaning(name: str) -> None:
     page = REFERENCES[f"docs/pages/{name}_reference.md"]()

@@ -43,30 +43,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 4
 GROUPS = 3
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[policy]
-model = "{model}"
-max_staleness = 1
-[plan]
-steps = {steps}
-batch_size = {groups}
-[tasks.math]
-judge = "exact_match"
-prompt_repeat_k = {members}
-dataset = {{ kind = "jsonl", path = "problems.jsonl" }}
-[tasks.quiz]
-eval_of = "math"
-[trainer]
-loop = "{loop}"
-checkpoint_every_steps = 2
-[learner]
-learning_rate = 1e-3
-[evaluation]
-groups = 2
-"""
+CONFIG = Path(__file__).with_name("examples.toml").read_text(encoding="utf-8")
 
 
 class Killed(BaseException):

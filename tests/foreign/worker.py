@@ -207,12 +207,9 @@ class Worker:
         starts = range(0, len(data), CHUNK)
         keys = [f"payload:{gid}:{token}" + (f":{n}" if n else "") for n in range(len(starts))]
         unit = {
-            "gid": gid,
-            "token": token,
-            "status": "completed",
-            "samples": len(scores),
+            "gid": gid, "token": token, "status": "completed", "samples": len(scores),
             "chunks": len(keys),
-        }
+        }  # fmt: skip
         unit |= {
             "tokens": sum(span[2] for span in spans),
             "length": sum(span[2] for span in spans),

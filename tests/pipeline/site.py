@@ -29,47 +29,7 @@ from tests.warm_process import start_command
 ROOT = Path(__file__).parents[2]
 BATCH = 4
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-seed = 1
-[plan]
-steps = {steps}
-batch_size = {batch}
-[lease]
-lease_ms = 2000
-heartbeat_ms = 200
-[policy]
-model = "{model}"
-max_staleness = 1
-[strategy]
-on_straggler = "retry"
-[tasks.sums]
-prompt_repeat_k = 4
-judge = "tests.pipeline.judges:by_chance"
-{loop}
-sample = {{ max_tokens = 16 }}
-[tasks.sums.dataset]
-kind = "jsonl"
-path = "{folder}/problems.jsonl"
-[engine]
-kind = "simulated"
-vocab_size = 100
-first_token_s = {{ shape = "fixed", value = {token_s} }}
-token_s = {{ shape = "fixed", value = {token_s} }}
-response_tokens = {{ shape = "fixed", value = 12 }}
-[worker]
-concurrency = {concurrency}
-drain_timeout_s = {drain_timeout_s}
-[launch]
-workers = 1
-[trainer]
-checkpoint_every_steps = 3
-device = "cpu"
-[learner]
-learning_rate = 1e-2
-"""
+CONFIG = Path(__file__).with_name("site.toml").read_text(encoding="utf-8")
 
 
 @dataclass

@@ -118,12 +118,9 @@ def test_answers_of_a_judge(yard: Yard) -> None:
 
 def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
     line = {
-        "gid": "a",
-        "task": TASK,
-        "response_ids": [1, 2],
-        "logprobs": [-1.0, -1.0],
+        "gid": "a", "task": TASK, "response_ids": [1, 2], "logprobs": [-1.0, -1.0],
         "reward": {"score": 1.0},
-    }
+    }  # fmt: skip
     good = orjson.dumps(line)
     path = tmp_path / "lines.jsonl"
     before = yard.run.account.totals()

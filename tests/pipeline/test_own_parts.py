@@ -59,24 +59,7 @@ with open(os.path.join(sys.argv[1], name), "w") as file:
 """
 
 
-TASKS = """
-[tasks.twice]
-agent_loop = "my_task:Twice"
-agent_loop_options = { doubt = " Sure? " }      # by name, to its __init__
-judge = "my_task:score"
-dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
-[tasks.debate]
-agent_loop = "gateway"
-agent_loop_options = { agent = "my_task:debate" }
-train_roles = ["pro", "contra"]
-judge = "environment"
-dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
-[tasks.hints]
-agent_loop = "multi_turn"
-agent_loop_options = { environment = "my_task:Hints", max_turns = 3 }
-judge = "my_task:score"
-dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
-"""
+TASKS = Path(__file__).with_name("own_parts.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture

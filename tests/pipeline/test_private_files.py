@@ -13,12 +13,9 @@ from tests.pipeline.site import Site
 from tests.rolloutmq.conftest import in_process
 
 COMMANDS = (
-    "server {where}",
-    "report {run} -o {made}/report.html",
-    "save {made}/saved {where}",
-    "export {made}/groups.jsonl {where}",
-    "server --stop {where}",
-)
+    "server {where}", "report {run} -o {made}/report.html", "save {made}/saved {where}",
+    "export {made}/groups.jsonl {where}", "server --stop {where}",
+)  # fmt: skip
 
 KINDS = {
     "server", "logs", "samples", "steps.jsonl", "checkpoints", "weights", "run.json", "web.token",

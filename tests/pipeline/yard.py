@@ -253,14 +253,11 @@ class Yard:
         chosen = {
             key: options.pop(key)
             for key in (
-                "is_valid_sample",
-                "group_time_limit_s",
-                "on_failed_member",
-                "train_roles",
+                "is_valid_sample", "group_time_limit_s", "on_failed_member", "train_roles",
                 "column_judges",
             )
             if key in options
-        }
+        }  # fmt: skip
         if function := chosen.get("is_valid_sample"):
             what = "is_valid_sample_fn 'test'"
             call = judge_call(what, what, function, "filter", JudgingSection())

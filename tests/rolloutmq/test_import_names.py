@@ -11,25 +11,7 @@ import rolloutmq
 from tests.programs import ROOT, run
 
 THEIRS = "OWNER = 'the user'\n\n\ndef score(*, response, ground_truth, state):\n    return 1.0\n"
-CONFIG = """
-[run]
-name = "mine"
-
-[plan]
-steps = 1
-batch_size = 1
-
-[policy]
-model = "model"
-
-[tasks.sums]
-prompt_repeat_k = 2
-judge = "{judge}"
-dataset = {{ kind = "python", factory = "configs:rows" }}
-
-[engine]
-kind = "simulated"
-"""
+CONFIG = Path(__file__).with_name("import_names.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -40,14 +40,11 @@ ALL = ("eval", "resume", "fresh")
 @pytest.mark.parametrize(
     ("operator", "trainer", "mode"),
     [
-        (Mode.KEEP, Mode.ABORT, Mode.ABORT),
-        (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
-        (Mode.ABORT, Mode.KEEP, Mode.ABORT),
-        (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
-        (Mode.RUN, Mode.KEEP, Mode.KEEP),
-        (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
+        (Mode.KEEP, Mode.ABORT, Mode.ABORT), (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
+        (Mode.ABORT, Mode.KEEP, Mode.ABORT), (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
+        (Mode.RUN, Mode.KEEP, Mode.KEEP), (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
     ],
-)
+)  # fmt: skip
 def test_the_stricter_of_two_holders_rules(
     scene: Scene, operator: Mode, trainer: Mode, mode: Mode
 ) -> None:
@@ -291,13 +288,6 @@ def state(mode: Mode = Mode.RUN, lanes: tuple[str, ...] = ALL, version: int = 4)
     return ControlState(1, mode, lanes, PolicyVersion("l", version), "", "")
 
 
-def test_weights_of_step_4_serve_steps_5_to_8_and_are_expired_at_9() -> None:
-    limits = RunLimits(stale_threshold=4, sync_weights_interval=4, tasks=TASKS)
-    assert [batch_status(state(), step, limits) for step in (5, 8, 9)] == [STATUS.NORMAL] * 2 + [
-        STATUS.EXPIRED_BATCH
-    ]
-
-
 def test_tokens_that_expire_earlier_expire_the_batch_earlier() -> None:
     limits = RunLimits(stale_threshold=4, token_threshold=2, tasks=TASKS)
     assert batch_status(state(), 6, limits) is STATUS.NORMAL
@@ -342,8 +332,3 @@ def test_progress_counts_what_the_scripts_moved(scene: Scene) -> None:
     assert (math.produced_samples, math.produced_tokens, math.target) == (8, 16, 1000)
     assert progress.leftovers["math"] == Leftovers(completed=1, aborted=0, expired=0)
     assert set(progress.tasks) == {"math", "code"}
-
-
-def test_progress_of_an_unknown_task_is_a_key_error(scene: Scene) -> None:
-    with pytest.raises(KeyError, match="history"):
-        scene.run.read_progress(["math", "history"])

@@ -33,12 +33,9 @@ FIRST_GID = group_id("math", IMPORTED_FROM)
 def line(gid: str = "a", **changes: Any) -> dict[str, Any]:
     """Return the fields that a curator must write at least."""
     least = {
-        "gid": gid,
-        "task": "math",
-        "response_ids": [1, 2],
-        "logprobs": [-0.5, -0.1],
+        "gid": gid, "task": "math", "response_ids": [1, 2], "logprobs": [-0.5, -0.1],
         "reward": {"score": 1},
-    }
+    }  # fmt: skip
     return least | changes
 
 

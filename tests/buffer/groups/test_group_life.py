@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,25 +39,6 @@ def test_rollouts_without_an_answer_and_truncated_ones_are_counted(scene: Scene)
     assert {each.name: (each.number, each.total) for each in shares_of(task)} == {
         "unparsed": (3, 6), "truncated": (6, 6), "filtered": (1, 3),
     }  # fmt: skip
-    scene.check()
-
-
-def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> None:
-    scene.enqueue(1)
-    stages = []
-    for _ in range(3):
-        (job,) = scene.claim()
-        stages.append(scene.run.jobs.release("w0", job, "failed", "the judge \ud800 fell over"))
-    assert stages == ["waiting", "waiting", "dead"]
-    assert scene.raw.zrange(scene.keys.dead, 0, -1) == [GID.encode()]
-    letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(GID)))
-    assert (letter["reason"], letter["worker"], letter["try"]) == (
-        "the judge \\ud800 fell over",
-        "w0",
-        3,
-    )
-    assert (scene.counters()["failed"], scene.counters()["dead"]) == ("3", "1")
-    assert scene.claim() == []
     scene.check()
 
 

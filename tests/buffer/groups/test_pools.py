@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError, WireError
+from buffer.errors import ConfigError, GroupHeld, PayloadMissing, QueryError, WireError
 from buffer.groups.replay_buffer import PoolSizes
 from buffer.ids import group_id
 from buffer.job import Job
-from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene
@@ -121,30 +120,6 @@ def test_get_leaves_out_what_has_left_and_raises_for_what_is_lost(scene: Scene) 
     assert gids(scene.run.buffer.read_many(refs)) == [second]
 
 
-def test_take_batch_gives_groups_by_task_or_says_what_is_missing(scene: Scene) -> None:
-    scene.open_trainer()
-    math = scene.ready(0, 0)
-    code = scene.ready(0, task="code")
-    answer = scene.run.take_batch(scene.trainer, 1, {"math": 2, "code": 2})
-    assert isinstance(answer, NotReady)
-    assert answer.missing == {"math": (2, 2), "code": (1, 2)}
-    taken = scene.run.take_batch(scene.trainer, 1, {"math": 1, "code": 2}, strict=False)
-    assert not isinstance(taken, NotReady)
-    assert {task: gids(groups) for task, groups in taken.items()} == {
-        "math": math[:1],
-        "code": code,
-    }
-    again = scene.run.take_batch(scene.trainer, 1, {"math": 1, "code": 2})
-    assert isinstance(again, dict)
-    assert gids(again["math"]) == math[:1]
-    with pytest.raises(LedgerError, match="last taken step is 1"):
-        scene.run.take_batch(scene.trainer, 3, {"math": 1})
-    second = scene.run.take_batch(scene.trainer, 2, {"math": 1, "code": 0})
-    assert isinstance(second, dict)
-    assert {task: gids(groups) for task, groups in second.items()} == {"math": math[1:], "code": []}
-    scene.check()
-
-
 def test_delete_ends_one_group_or_those_that_fit_a_question(make_scene: Make) -> None:
     scene = make_scene()
     scene.open_trainer()
@@ -171,21 +146,6 @@ def test_enqueue_passes_over_draws_that_cannot_be_used(scene: Scene) -> None:
     assert [scene.bit("dropped", i) for i in range(6)] == [1, 0, 1, 0, 0, 0]
     assert (scene.counters()["dropped"], scene.counters()["enqueued"]) == ("2", "4")
     scene.check()
-
-
-def test_closed_lanes_take_no_new_work(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.run.jobs.release("w0", job, "aborted")
-    scene.pause(lanes="eval")
-    before = scene.dump()
-    assert scene.enqueue(1).refusal == "CLOSED"
-    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 0
-    after = scene.dump()
-    assert {name for name in after if after[name] != before.get(name)} <= {
-        "payload:math-0000000001:init"
-    }
-    assert scene.enqueue(1, task="quiz").count == 1
 
 
 def test_aborted_evaluations_wait_again_while_training_is_paused(scene: Scene) -> None:

@@ -32,12 +32,9 @@ SHRINKS = bool(os.environ.get("MACHINE_SHRINK"))
 
 
 QUIET = {
-    "load_weights",
-    "remember",
-    "collect_garbage",
-    "server_forgets_its_scripts",
+    "load_weights", "remember", "collect_garbage", "server_forgets_its_scripts",
     "worker_dies_before_it_submits",
-}
+}  # fmt: skip
 """Moves that call no script."""
 
 MOVES = set[str]()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.errors import ConfigError, Fenced, LedgerError, LostRun, RoleHeld
+from buffer.errors import ConfigError, LostRun
 from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.ledger.position import Position
@@ -38,20 +38,6 @@ def test_take_refuses_what_a_training_batch_cannot_have(
     scene.open_trainer()
     with pytest.raises(ConfigError, match=r"can(not)? be taken"):
         scene.run.ledger.take(scene.trainer, 1, counts)
-
-
-def test_take_refuses_gaps_and_freed_steps(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0, 0)
-    with pytest.raises(LedgerError, match="last taken step is 0"):
-        scene.take(2)
-    scene.take(1)
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    with pytest.raises(LedgerError, match="behind the committed step 1"):
-        scene.take(1)
-    with pytest.raises(LedgerError, match="at most 1024"):
-        scene.take(2, math=1025)
-    scene.check()
 
 
 def test_groups_without_tokens_never_age(scene: Scene) -> None:
@@ -175,25 +161,6 @@ def test_a_batch_of_other_bytes_is_another_batch(scene: Scene) -> None:
     assert scene.take(1) == trained
     assert scene.run.buffer.read(trained.entries[0].payload).states[0].response == "better"
     scene.check()
-
-
-def test_trainer_is_refused_while_another_beats_unless_it_takes_over(
-    make_scene: Callable[..., Scene],
-) -> None:
-    scene = make_scene(role_timeout_ms=60_000)
-    first = scene.open_trainer()
-    with pytest.raises(RoleHeld, match="trainer"):
-        scene.open_trainer(lineage="l2")
-    assert scene.raw.hget(scene.keys.control, "trainer") == first.encode()
-    scene.raw.hset(scene.keys.control, "trainer_seen_ms", scene.now_ms() - 60_001)
-    second = scene.open_trainer(lineage="l2")
-    third = scene.open_trainer(lineage="l3", take_over=True)
-    assert scene.raw.hget(scene.keys.control, "trainer") == third.encode()
-    with pytest.raises(Fenced):
-        scene.run.control.renew_role("trainer", second)
-    scene.run.control.renew_role("trainer", third, closing=True)
-    scene.run.control.renew_role("trainer", third, closing=True)
-    scene.open_trainer(lineage="l4")
 
 
 def test_trainer_is_refused_when_the_server_holds_another_run(scene: Scene) -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import buffer.redis.keys
-from buffer.errors import ScriptError, StoreError
+from buffer.errors import ScriptError
 from buffer.redis.key_table import TABLE
 from buffer.redis.keys import SLOTS, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
-from buffer.redis.scripts import Arg, Script, assemble, library, shared_functions, sources, words_of
+from buffer.redis.scripts import Arg, Script, assemble, library, shared_functions, sources
 from buffer.redis.server.check import check_all
 from buffer.redis.store import Store
 from buffer.run.open import can_wait_for_disk
 from tests.buffer.busy_run import busy_run, moves
-from tests.servers import SAFE, raw_client, start_redis
+from tests.servers import raw_client
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))
@@ -108,16 +108,6 @@ def test_script_has_the_functions_that_it_names_and_no_other() -> None:
         assert [each for each in declared if len(re.findall(rf"\b{each}\b", code)) < 2] == [], name
 
 
-def test_every_shared_function_is_one_paragraph_and_has_a_user() -> None:
-    used = {word for text in [*BODIES.values(), *SHARED.values()] for word in words_of(text)}
-    assert {*SHARED} - used <= {*_CHECKS_OF_ARGUMENTS}
-    for topic in SOURCES.keys() - BODIES.keys():
-        heading, *paragraphs = SOURCES[topic].strip("\n").split("\n\n")
-        assert heading.startswith(f"-- {topic.removeprefix('shared/')}: ")
-        assert [each for each in paragraphs if each not in SHARED.values()] == []
-
-
-_CHECKS_OF_ARGUMENTS = {"is_count", "is_ages", "is_lanes", "is_number", "missing_run"}
 """The checks of headers name them."""
 
 
@@ -319,17 +309,3 @@ def use(url: str) -> None:
             scene.run.account.fsck()
     finally:
         store.close()
-
-
-@pytest.mark.parametrize("command", [*NEEDED, "HSET", "ZADD"])
-def test_missing_command_is_named(command: str, tmp_path: Path) -> None:
-    found: list[StoreError] = []
-    with start_redis(tmp_path, *SAFE, "--rename-command", command, "") as url:
-        try:
-            use(url)
-        except StoreError as error:
-            found.append(error)
-    assert found
-    for each in found:
-        assert command in each.message or "command of a script" in each.message
-        assert "rename-command" in each.hint

@@ -243,19 +243,14 @@ def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name:
 @pytest.mark.parametrize(
     ("error", "transient"),
     [
-        (redis.ConnectionError("gone"), True),
-        (redis.TimeoutError("slow"), True),
-        (redis.BusyLoadingError("loading"), True),
-        (redis.OutOfMemoryError("full"), True),
-        (redis.ReadOnlyError("replica"), True),
-        (redis.ResponseError("MISCONF disk"), True),
-        (redis.ResponseError("BUSY script"), True),
-        (redis.AuthenticationError("no"), False),
+        (redis.ConnectionError("gone"), True), (redis.TimeoutError("slow"), True),
+        (redis.BusyLoadingError("loading"), True), (redis.OutOfMemoryError("full"), True),
+        (redis.ReadOnlyError("replica"), True), (redis.ResponseError("MISCONF disk"), True),
+        (redis.ResponseError("BUSY script"), True), (redis.AuthenticationError("no"), False),
         (redis.exceptions.NoPermissionError("no"), False),
-        (redis.ResponseError("ERR unknown"), False),
-        (redis.DataError("bug"), False),
+        (redis.ResponseError("ERR unknown"), False), (redis.DataError("bug"), False),
     ],
-)
+)  # fmt: skip
 def test_only_transient_errors_are_retried(error: Exception, transient: bool) -> None:
     assert is_transient(error) is transient
 
@@ -284,13 +279,6 @@ def test_key_of_a_wrong_type_is_damage_and_fsck_names_it(scene: Scene) -> None:
     assert scene.dump() == before
     faults = scene.run.account.fsck().faults
     assert f"{scene.keys.leases} is a list, and not a zset" in faults
-
-
-def test_pauses_double_up_to_the_longest_without_jitter() -> None:
-    backoff = Backoff(0.5, 10.0, jitter=0.0)
-    assert [backoff.pause_s(attempt) for attempt in (0, 1, 4, 5, 5000)] == [
-        0.5, 1.0, 8.0, 10.0, 10.0,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("jitter", [0.5, 1.0])

@@ -157,14 +157,11 @@ def test_reset_forgets_the_response_and_keeps_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("statuses", "whole"),
     [
-        (["completed", "completed"], "completed"),
-        (["completed", "init"], "init"),
-        (["init", "filtered"], "filtered"),
-        (["filtered", "expired"], "expired"),
-        (["expired", "aborted"], "aborted"),
-        (["aborted", "failed"], "failed"),
+        (["completed", "completed"], "completed"), (["completed", "init"], "init"),
+        (["init", "filtered"], "filtered"), (["filtered", "expired"], "expired"),
+        (["expired", "aborted"], "aborted"), (["aborted", "failed"], "failed"),
     ],
-)
+)  # fmt: skip
 def test_group_has_the_worst_status_of_its_members(statuses: list[str], whole: str) -> None:
     assert group_status(statuses) == whole
     assert (

@@ -70,30 +70,19 @@ PACKAGES = Path(consumer.__file__).parents[1]
 FILES = {
     str(PACKAGES / name)
     for name in (
-        "consumer/grpo/trainer.py",
-        "consumer/grpo/trainer_rank.py",
-        "consumer/grpo/model_state/saved_state.py",
-        "consumer/handle/sharded_consumer.py",
-        "consumer/handle/ranks.py",
-        "consumer/handle/reader.py",
-        "consumer/handle/checkpoint.py",
-        "consumer/handle/step_log.py",
-        "consumer/grpo/models/model_folder.py",
-        "consumer/handle/rollout_consumer.py",
-        "consumer/handle/taker.py",
-        "consumer/handle/publication.py",
-        "consumer/grpo/model_state/weights_folder.py",
-        "consumer/grpo/model_state/weights_folder.py",
-        "buffer/weights/checksums.py",
-        "buffer/weights/new_folder.py",
-        "buffer/weights/shared_folder.py",
-        "buffer/weights/redis_chunks.py",
-        "buffer/ledger/ledger.py",
-        "buffer/ledger/trainer_opening.py",
-        "buffer/ledger/from_checkpoint.py",
+        "consumer/grpo/trainer.py", "consumer/grpo/trainer_rank.py",
+        "consumer/grpo/model_state/saved_state.py", "consumer/handle/sharded_consumer.py",
+        "consumer/handle/ranks.py", "consumer/handle/reader.py", "consumer/handle/checkpoint.py",
+        "consumer/handle/step_log.py", "consumer/grpo/models/model_folder.py",
+        "consumer/handle/rollout_consumer.py", "consumer/handle/taker.py",
+        "consumer/handle/publication.py", "consumer/grpo/model_state/weights_folder.py",
+        "consumer/grpo/model_state/weights_folder.py", "buffer/weights/checksums.py",
+        "buffer/weights/new_folder.py", "buffer/weights/shared_folder.py",
+        "buffer/weights/redis_chunks.py", "buffer/ledger/ledger.py",
+        "buffer/ledger/trainer_opening.py", "buffer/ledger/from_checkpoint.py",
         "buffer/ledger/position.py",
     )
-}
+}  # fmt: skip
 
 
 class Lives:

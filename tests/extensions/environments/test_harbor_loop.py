@@ -204,12 +204,9 @@ def test_a_trial_ends_in_order_when_its_worker_dies(
 ) -> None:
     task = write_task(tmp_path / "task", {"turns": 0, "hangs": True})
     config = {
-        "task": {"path": str(task)},
-        "trial_name": "rmq-x",
-        "trials_dir": str(tmp_path / "trials"),
-        "agent": {},
-        "environment": {},
-    }
+        "task": {"path": str(task)}, "trial_name": "rmq-x", "trials_dir": str(tmp_path / "trials"),
+        "agent": {}, "environment": {},
+    }  # fmt: skip
     request = {"config": config, "keep": False, "cleanup_s": 20.0}
     command = ["-c", HOST] if end == "worker is killed" else ["-P", str(PROGRAM)]
     with subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE) as process:

@@ -151,12 +151,9 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "messages": (
         CLAUDE,
         [
-            ".system[0].text",
-            ".messages[1].content[0].thinking",
-            ".messages[1].content[2].input.a.b (key)",
-            ".messages[1].content[2].input.a.b[0]",
-            ".messages[2].content[0].content[0].text",
-            ".tools[0].description",
+            ".system[0].text", ".messages[1].content[0].thinking",
+            ".messages[1].content[2].input.a.b (key)", ".messages[1].content[2].input.a.b[0]",
+            ".messages[2].content[0].content[0].text", ".tools[0].description",
             ".tools[0].input_schema.$defs.z (key)",
         ],
     ),

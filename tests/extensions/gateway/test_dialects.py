@@ -358,13 +358,10 @@ def test_what_anthropics_client_may_not_ask_raises_its_own_errors(
 
 FUNCTIONS: list[Any] = [
     {
-        "type": "function",
-        "name": "add",
-        "description": "adds",
-        "parameters": SCHEMA,
+        "type": "function", "name": "add", "description": "adds", "parameters": SCHEMA,
         "strict": False,
     }
-]
+]  # fmt: skip
 
 
 def outputs_of(items: Any) -> list[Any]:

@@ -172,32 +172,7 @@ def many_low(*, state, **given):
     return float((state.response_ids < 50).mean())
 """
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[policy]
-model = "{model}"
-max_staleness = 1
-pause_mode = "keep"
-[plan]
-steps = 6
-batch_size = 3
-[tasks.math]
-judge = "my_judge:many_low"
-prompt_repeat_k = 4
-sample = {{ max_tokens = 8 }}
-dataset = {{ kind = "jsonl", path = "{folder}/problems.jsonl" }}
-[trainer]
-loop = "examples.trainers.tinker_trainer:train"
-checkpoint_every_steps = 2
-[learner]
-learning_rate = 1e-2
-[engine]
-kind = "python"
-factory = "examples.trainers.tinker_engine:TinkerEngine"
-options = {{ base_model = "tiny" }}
-"""
+CONFIG = Path(__file__).with_name("tinker.toml").read_text(encoding="utf-8")
 
 
 def trainer_of(process: psutil.Process) -> psutil.Process | None:

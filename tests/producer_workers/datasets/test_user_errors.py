@@ -31,13 +31,10 @@ class Odd(BaseException):
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
-    "KeyError": lambda: KeyError("lines"),
-    "ValueError": lambda: ValueError("no"),
-    "SystemExit": lambda: SystemExit(2),
-    "StopIteration": StopIteration,
-    "RecursionError": RecursionError,
-    "Odd": Odd,
-}
+    "KeyError": lambda: KeyError("lines"), "ValueError": lambda: ValueError("no"),
+    "SystemExit": lambda: SystemExit(2), "StopIteration": StopIteration,
+    "RecursionError": RecursionError, "Odd": Odd,
+}  # fmt: skip
 
 
 def fail(row: Any, error: str = "KeyError") -> Any:
@@ -144,13 +141,10 @@ def test_what_is_wrong_with_a_row_itself_names_no_frame(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "hint"),
     [
-        (b"\x1f\x8b\x08\x00", "gunzip"),
-        (b"\x28\xb5\x2f\xfd", "zstd"),
-        (b"BZh91AY", "bunzip2"),
-        (b"\xfd7zXZ\x00", "xz -dk"),
-        (b"PAR1", 'kind = "parquet"'),
+        (b"\x1f\x8b\x08\x00", "gunzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh91AY", "bunzip2"),
+        (b"\xfd7zXZ\x00", "xz -dk"), (b"PAR1", 'kind = "parquet"'),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_another_kind_is_named(tmp_path: Path, start: bytes, hint: str) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(start + b"\xff" * 9)

@@ -243,23 +243,7 @@ def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
 
 # -- from a data set to the trainer --------------------------------------------------------------------
 
-CONFIG = """
-policy = {{ model = "{model}", max_staleness = 0 }}
-plan = {{ steps = 2, batch_size = 2 }}
-strategy = {{ max_consecutive_failures = 3 }}
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[tasks.see]
-judge = "tests.pipeline.judges:by_chance"
-prompt_repeat_k = 3
-sample = {{ max_tokens = 12, seed = 1 }}
-dataset = {{ kind = "jsonl", path = "{folder}/rows.jsonl", images = {{}} }}
-[trainer]
-loop = "examples.image_loop:train"
-[learner]
-learning_rate = 1e-3
-"""
+CONFIG = Path(__file__).with_name("vllm_images.toml").read_text(encoding="utf-8")
 ROWS = [
     {"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]},
     {"question": "?", "images": ["1.png"]},

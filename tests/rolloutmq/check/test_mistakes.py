@@ -18,20 +18,7 @@ from rolloutmq.config.load import inspect_config
 from tests.consumer.grpo.models.tiny import build_model
 from tests.rolloutmq.conftest import ROOT, Command
 
-CONFIG = """
-run = { name = "mine" }
-plan = { steps = 20, batch_size = 16 }
-[tasks.sums]
-judge = "my_judges:score"
-sample = { max_tokens = 64 }
-[tasks.sums.dataset]
-kind = "jsonl"
-path = "sums.jsonl"
-[tiny_model]
-max_positions = 128
-[engine]
-kind = "simulated"
-"""
+CONFIG = Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8")
 JUDGES = """
 import os, sys, time
 def score(response, ground_truth, state): return float(response == ground_truth)
@@ -208,14 +195,6 @@ def test_a_ground_truth_that_no_answer_fits_is_found_behind_the_first_prompts(
     (project / "sums.jsonl").write_bytes(b"\n".join(rows))
     (error,) = errors(f"tasks.sums.judge={judge}", section="data")
     assert said in error.what
-
-
-def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project: Path) -> None:
-    rows = [orjson.dumps({"question": "1?", "answer": 1, "data_source": "a"})] * 200
-    rows[150] = orjson.dumps({"question": "1?", "answer": 1, "data_source": "b"})
-    (project / "sums.jsonl").write_bytes(b"\n".join(rows))
-    (error,) = errors("tasks.sums.judge={a='gsm8k'}", section="data")
-    assert "'b'" in error.what
 
 
 def errors(*overrides: str, section: str) -> list[Finding]:

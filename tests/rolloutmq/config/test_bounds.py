@@ -19,46 +19,7 @@ from rolloutmq.config.cross_section_rules import RULES, RULES_OF_TASKS, RULES_OF
 from rolloutmq.config.load import inspect_config, load_config, validate_config
 from tests.thoroughness import examples
 
-WHOLE = """
-[run]
-name = "demo"
-columns = "columns"
-[redis]
-[lease]
-[policy]
-[retention]
-[memory]
-budget_bytes = "500GiB"
-[plan]
-[strategy]
-[launch]
-[tasks.math]
-judge = "exact_match"
-strategy = {}
-judging = {}
-sample = { stops = ["x"], stop_token_ids = [1], structured = { choice = ["a"] } }
-dataset = { kind = "jsonl", path = "x.jsonl" }
-[tasks.sums]
-judge = { a = "exact_match", "*" = { gsm8k = 1.0, "mine:judge" = 0.5 } }
-dataset = { kind = "reasoning_gym", name = "chain_sum", held_out_size = 10 }
-[tasks.sums_eval]
-eval_of = "sums"
-[engine]
-kind = "simulated"
-response_tokens = { shape = "lognormal", median = 3.0 }
-[worker]
-[producer]
-[judges]
-[gateway]
-[trainer]
-[learner]
-allow_truncated_sampling = true
-[learner.loss]
-[critic]
-[tiny_model]
-[warm_start]
-[evaluation]
-"""
+WHOLE = Path(__file__).with_name("bounds.toml").read_text(encoding="utf-8")
 
 
 def numbers(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

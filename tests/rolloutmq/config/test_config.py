@@ -19,20 +19,7 @@ from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config, validate_config
 
-GOOD = """
-[run]
-name = "demo"
-
-[tasks.math]
-judge = "reasoning_gym"
-prompt_repeat_k = 4
-[tasks.math.sample]
-max_tokens = 64
-[tasks.math.dataset]
-kind = "reasoning_gym"
-name = "chain_sum"
-held_out_size = 500
-"""
+GOOD = Path(__file__).with_name("config.toml").read_text(encoding="utf-8")
 HELD_OUT = '[tasks.math_eval]\neval_of = "math"\n'
 
 

@@ -17,12 +17,9 @@ SMALL = [
     "tiny_model.head_dim=32", "tiny_model.intermediate=64", "tiny_model.vocab_size=512",
 ]  # fmt: skip
 QUICK = [
-    "plan.batch_size=2",
-    "tasks.check.sample.max_tokens=16",
-    "engine.kv_cache_memory_bytes=67108864",
-    "engine.omp_threads=1",
-    "learner.learning_rate=1e-3",
-]
+    "plan.batch_size=2", "tasks.check.sample.max_tokens=16",
+    "engine.kv_cache_memory_bytes=67108864", "engine.omp_threads=1", "learner.learning_rate=1e-3",
+]  # fmt: skip
 
 
 def test_gpu_check_says_plainly_that_there_is_no_gpu() -> None:

@@ -26,7 +26,7 @@ from buffer.errors import ConfigError
 from consumer.config.learner import Attention, LearnerConfig
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models import device_choices
-from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention
+from consumer.grpo.models.device_choices import choose_attention
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
@@ -90,15 +90,6 @@ def test_auto_chooses_the_best_attention_that_can_run(
 def test_an_attention_that_cannot_run_is_refused_with_the_reason(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="torch_varlen: it needs a CUDA device"):
         Policy(model_dir, LearnerConfig(attn_implementation="torch_varlen", bf16=True))
-
-
-def test_reasons_on_a_gpu_name_what_is_missing() -> None:
-    place = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=False)
-    assert place.obstacle("flash_attention_2") == "it needs bf16"
-    missing = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=True).obstacle("flash_attention_2")
-    assert missing == "flash-attn is not installed"
-    capped = ModelOnDevice(*MODELS["gemma2"], "cuda", bf16=True).obstacle("torch_varlen")
-    assert capped == "it has no attn_logit_softcapping, which the model's config sets"
 
 
 def test_gpt_oss_loads_and_keeps_its_samples_apart(tmp_path: Path) -> None:
