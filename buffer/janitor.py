@@ -64,8 +64,14 @@ class Janitor:
         (redis/server/acl.py). Raises LostRun if another run has the name, as these limits are not
         its own.
         """
-        if not self._is_there():
-            return Swept()
+        found = self._store.ask("janitor", "HGET", self._keys.meta, "nonce")
+        if found is None:
+            return Swept()  # the trainer restores a run that is lost
+        if found.decode() != self._nonce:
+            raise LostRun(
+                f"the server holds another run named {self._keys.run!r} now",
+                hint="start this process again",
+            )
         reaped = self._jobs.reap(GROUPS_PER_CALL)
         expired = [
             self._buffer.expire(task, status, GROUPS_PER_CALL)
@@ -102,16 +108,6 @@ class Janitor:
             return Swept()
         # no files: a disk that hangs must not stop the heartbeats of a worker
         return self.sweep(files=False, archive=False)
-
-    def _is_there(self) -> bool:
-        """Return whether the server holds the run: the trainer restores one that is lost."""
-        found = self._store.ask("janitor", "HGET", self._keys.meta, "nonce")
-        if found is not None and found.decode() != self._nonce:
-            raise LostRun(
-                f"the server holds another run named {self._keys.run!r} now",
-                hint="start this process again",
-            )
-        return found is not None
 
     def _free(self) -> int:
         total = 0

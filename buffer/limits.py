@@ -126,7 +126,7 @@ class LiveLimits(TaskSettings):
 
 
 class TaskLimits(TaskSettings):
-    """One task as the queue sees it; what it does not set itself is the run's (`RunLimits.of`)."""
+    """One task as the queue sees it; `RunLimits.setting` adds what it does not set itself."""
 
     is_gone: bool = False
     """the config no longer names the task: no new group starts, and its groups are kept"""
@@ -206,26 +206,21 @@ class RunLimits(LiveLimits):
                 )
         return self
 
-    def of(self, task: str) -> TaskSettings:
-        """Return the settings of a task: its own, or else the run's."""
-        limits = self.tasks[task]
-        own = limits.model_fields_set
-        values = {
-            name: getattr(limits if name in own else self, name)
-            for name in TaskSettings.model_fields
-        }
-        return TaskSettings.model_construct(**values)
+    def setting(self, task: str, name: str) -> Any:
+        """Return a setting of a task (of `TaskSettings`): its own, or else the run's."""
+        own = self.tasks[task]
+        return getattr(own if name in own.model_fields_set else self, name)
 
     def retries_expired(self, task: str) -> bool:
         """Return whether expired groups of a task are tried again rather than dropped."""
         # sync never reissues them
         is_async = self.tasks[task].strategy == "async"
-        return is_async and self.of(task).on_straggler == "retry"
+        return is_async and bool(self.setting(task, "on_straggler") == "retry")
 
     def waits_for_stragglers(self, task: str) -> bool:
         """Return whether a take waits for groups that it would be the last to use."""
         is_training = self.tasks[task].eval_of is None
-        return is_training and self.of(task).on_straggler == "wait"
+        return is_training and bool(self.setting(task, "on_straggler") == "wait")
 
     def mix(self) -> TaskMix:
         if self.reweighted and self.reweighted[0].before:
@@ -251,14 +246,15 @@ class RunLimits(LiveLimits):
 
     def tail_tries(self, task: str) -> int | None:
         """Return the interruptions after which a pause waits for a group; None: evaluation."""
-        return self.of(task).tail_batch_max_tries if self.tasks[task].eval_of is None else None
+        is_eval = self.tasks[task].eval_of is not None
+        return None if is_eval else self.setting(task, "tail_batch_max_tries")
 
     def failures_in_row(self, task: str) -> tuple[int | None, int | None]:
         """Return the failures in a row that stop a task, and those while none succeeded (I11).
 
         None: no limit.
         """
-        most = self.of(task).max_consecutive_failures
+        most = self.setting(task, "max_consecutive_failures")
         if most is not None:
             return most or None, most or None
         is_eval = self.tasks[task].eval_of is not None

@@ -7,7 +7,7 @@ and the history of the weights alone, so a producer, a trainer and one that was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -69,9 +69,15 @@ class TaskMix:
 
     def _until(self, step: int) -> tuple[dict[str, int], dict[str, int]]:
         part = self.part(step)
-        tasks = part.weights
+        tasks, size = part.weights, self._batch_size
+        total = sum(map(Fraction, tasks.values()))
+        if size < 0 or total <= 0 or min(tasks.values()) < 0:
+            raise ValueError(f"cannot share {size} groups by weights {tasks}")
+        # of each task in a batch, in parts of a `GROUP`
+        exact = [int(size * GROUP * Fraction(weight) / total) for weight in tasks.values()]
+        exact[exact.index(max(exact))] += size * GROUP - sum(exact)
         given, owed = _after(
-            _exact_shares(self._batch_size, part.weights),
+            tuple(exact),
             tuple(part.owed.get(task, 0) for task in tasks),
             max(0, step - part.from_step + 1),
         )
@@ -86,16 +92,6 @@ def newest_parts(
     # a loop of the user may change weights at every step, and all processes read the list
     first, *others = history[-most:]
     return [mix.part(first.from_step) if len(history) > most else first, *others]
-
-
-def _exact_shares(batch_size: int, weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the share of each task in a batch, in parts of a `GROUP`. Raises ValueError."""
-    total = sum(map(Fraction, weights.values()))
-    if batch_size < 0 or total <= 0 or min(weights.values()) < 0:
-        raise ValueError(f"cannot share {batch_size} groups by weights {dict(weights)}")
-    shares = [int(batch_size * GROUP * Fraction(weight) / total) for weight in weights.values()]
-    shares[shares.index(max(shares))] += batch_size * GROUP - sum(shares)
-    return tuple(shares)
 
 
 @lru_cache(maxsize=4096)

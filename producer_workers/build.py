@@ -51,8 +51,7 @@ from producer_workers.judges.load import (
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedColumns, WatchedJudges
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
-from producer_workers.producer.strategy import strategies_of
-from producer_workers.user_code.decisions import continue_call
+from producer_workers.producer.strategy import continue_call, strategies_of
 from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 
@@ -78,7 +77,14 @@ def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> Producer
         seed = config.run.seed
         section = config.tasks[name]
         rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
-        images = _image_prompts(config, name)
+        images = None
+        if section.images:
+            images = ImagePrompts(
+                str(config.model_folder),
+                section.images,
+                ImageFolder(config.run.folder, section.images),
+                section.chat_template_kwargs,
+            )
         samplers[name] = task_sampler(config, name, rows, tokenizer, images)
     return Producer(
         run,
@@ -119,15 +125,6 @@ def task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
     if not task.chat_template_kwargs and task.system_prompt is None:
         return tokenizer
     return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
-
-
-def _image_prompts(config: ProducingConfig, name: str) -> ImagePrompts | None:
-    limits = config.tasks[name].images
-    if limits is None:
-        return None
-    folder = ImageFolder(config.run.folder, limits)
-    kwargs = config.tasks[name].chat_template_kwargs
-    return ImagePrompts(str(config.model_folder), limits, folder, kwargs)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:

@@ -6,13 +6,22 @@ names.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from buffer.errors import NoAnswer, ServiceAway
+import orjson
+
+from buffer.errors import AnswerTooLong, JudgeError, NoAnswer, ServiceAway, WireError
+from buffer.redis.retry import Backoff
+from buffer.wire.foreign_json import read_json
 
 if TYPE_CHECKING:
     import aiohttp
+
+log = logging.getLogger("rolloutmq.judge")
 
 LONGEST_ANSWER = 1 << 20  # bytes that are read, unless a caller expects more
 
@@ -83,3 +92,50 @@ async def ask(
         raise NoAnswer(f"{type(error).__name__}: {error}") from error
     location = answer.headers.get("Location", "")
     return Answer(answer.status, bytes(body[:most]), len(body) <= most, location)
+
+
+AWAY = frozenset({429, 502, 503, 504})  # a server that is away, or has no room
+RETRIED = AWAY | {408, 425, 500}
+BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that answers JSON with JSON. `what`: its name in errors.
+
+    It is asked again without an answer, and after 408, 425, 429 and 5xx.
+    """
+
+    what: str
+    url: str
+    timeout_s: float
+    retries: int
+    hint: str  # what to do where it does not answer
+
+    async def ask(self, question: object) -> Any:
+        """Return the answer to `question`. Raises JudgeError after the last try."""
+        import aiohttp
+
+        body = orjson.dumps(question)
+        for attempt in range(self.retries + 1):
+            tries_left = self.retries - attempt
+            try:
+                async with aiohttp.ClientSession() as client:
+                    answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
+                if answer.status in RETRIED:
+                    raise NoAnswer(f"status {answer.status}")
+                break
+            except NoAnswer as error:
+                if not tries_left:
+                    raise JudgeError(f"{self.what}: {error}", hint=self.hint) from error
+                log.warning("%s: %s; %d retries left", self.what, error, tries_left)
+            # At random, so that the rollouts of a group do not ask at the same moment again.
+            await asyncio.sleep(BACKOFF.pause_s(attempt))
+        if not answer.is_whole:
+            raise AnswerTooLong(f"{self.what} {answer.problem}")
+        if answer.problem:
+            raise JudgeError(f"{self.what} {answer.problem}")
+        try:
+            return read_json(answer.body, f"the answer of {self.what}")
+        except WireError as error:
+            raise JudgeError(error.message) from error

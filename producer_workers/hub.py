@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -49,14 +47,15 @@ class Repository(NamedTuple):
         return self._snapshot(is_local=True)
 
     def _snapshot(self, *, is_local: bool) -> Path:
-        what = "a model or a data set of the Hub"
-        hub = import_extra("huggingface_hub", what)
+        user = "a model or a data set of the Hub"
+        hub = import_extra("huggingface_hub", user)
         for module in ("errors", "utils"):
-            import_extra(f"huggingface_hub.{module}", what)
+            import_extra(f"huggingface_hub.{module}", user)
         if not sys.stderr.isatty():
             hub.utils.disable_progress_bars()
         is_model = self.kind == "model"
-        with self._explained(hub):
+        what = f"{self.kind} {self.id}"
+        try:
             return Path(
                 hub.snapshot_download(
                     self.id,
@@ -67,13 +66,6 @@ class Repository(NamedTuple):
                     ignore_patterns=OTHER_FORMATS if is_model else None,
                 )
             )
-
-    @contextmanager
-    def _explained(self, hub: Any) -> Iterator[None]:
-        """Raise errors of `huggingface_hub` as HubError with advice."""
-        what = f"{self.kind} {self.id}"
-        try:
-            yield
         except hub.errors.GatedRepoError as error:
             raise HubError(
                 f"{what} is gated, and this user has no access to it",

@@ -61,7 +61,8 @@ def _of_a_task(
         check = partial(_check_options, loop, task.agent_loop_options)
         yield NamedFunction(f"agent_loop_options of task {name}", check)
     for option, spec in _options(task):
-        yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
+        kind = f"{option} of an agent loop"
+        yield NamedFunction(f"{option} = {spec}", partial(load_object, spec, kind=kind))
     if "python" in task.agent_loop_options.get("tools", ()):
         sandbox = task.agent_loop_options.get("sandbox", BUBBLEWRAP)
         yield NamedFunction(f"tools = python in {sandbox}", partial(check_sandbox, sandbox))
@@ -73,10 +74,6 @@ def _of_a_task(
 
 def _check_options(loop: str, options: Mapping[str, Any]) -> None:
     load_class(loop).check_options(options)
-
-
-def _load_option(option: str, spec: str) -> object:
-    return load_object(spec, kind=f"{option} of an agent loop")
 
 
 def _options(task: TaskSection) -> Iterator[tuple[str, str]]:

@@ -34,14 +34,14 @@ def follow_terminal() -> None:
 
     A shell and the kernel may both report the end; a second SIGTERM would end the process at once.
     """
+
+    def hang_up(*_: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        drop_lost_output()
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _hang_up)
-
-
-def _hang_up(*_: object) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    drop_lost_output()
-    os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def is_lost_terminal(error: BaseException) -> bool:
@@ -51,18 +51,14 @@ def is_lost_terminal(error: BaseException) -> bool:
 
 def drop_lost_output() -> bool:
     """Discard output to a lost terminal: a failed write would exit. Return whether it was lost."""
-    lost = [number for number in (1, 2) if _is_lost(number)]
+    watch = select.poll()
+    for number in (1, 2):
+        watch.register(number, 0)
+    # a pipe without a reader is different: SIGPIPE ends its writer
+    lost = [number for number, found in watch.poll(0) if found & select.POLLHUP]
     if lost:
         nothing = os.open(os.devnull, os.O_WRONLY)
         for number in lost:
             os.dup2(nothing, number)
         os.close(nothing)
     return bool(lost)
-
-
-def _is_lost(number: int) -> bool:
-    watch = select.poll()
-    watch.register(number, 0)
-    found = watch.poll(0)
-    # a pipe without a reader is different: SIGPIPE ends its writer
-    return bool(found and found[0][1] & select.POLLHUP)

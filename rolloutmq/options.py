@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import orjson
 import redis
-import typer
+from typer import Argument, Option
 
 from buffer.errors import ConfigError, QueryError, RunNotFound, StoreError, StoreUnavailable
 from buffer.ids import valid_name
@@ -45,7 +45,7 @@ _HOW = (
 
 RedisUrl = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--redis-url",
         metavar="URL",
         help="URL of the server: redis://, rediss://, unix:// or redis+sentinel://. "
@@ -54,7 +54,7 @@ RedisUrl = Annotated[
 ]
 RunDir = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--run-dir",
         metavar="FOLDER",
         help="Folder of the run. Default: the newest one under ./runs.",
@@ -62,26 +62,22 @@ RunDir = Annotated[
 ]
 RunName = Annotated[
     str | None,
-    typer.Option(
-        "--run", metavar="NAME", help="Name of the run. Default: the only one on the server."
-    ),
+    Option("--run", metavar="NAME", help="Name of the run. Default: the only one on the server."),
 ]
 ConfigPath = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="CONFIG",
         help="TOML file of the run, or the name of a preset: demo, qwen3_0.6b_gsm8k, …",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."
-    ),
+    Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."),
 ]
 ConfigUrl = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--redis-url",
         metavar="URL",
         help="URL of the server. Default: the config's, REDIS_URL, or the run's own server.",
@@ -89,23 +85,19 @@ ConfigUrl = Annotated[
 ]
 MetricsAddress = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="[HOST:]PORT",
         help="Serve metrics of this process there; any host but loopback needs "
         "ROLLOUTMQ_METRICS_TOKEN.",
     ),
 ]
 GroupId = Annotated[
-    str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
+    str, Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
 ]
-OneTask = Annotated[str | None, typer.Option("--task", help="Only groups of this task.")]
-Limit = Annotated[
-    int, typer.Option("--limit", min=1, max=1_000_000, help="The highest number of rows.")
-]
-Yes = Annotated[
-    bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OneTask = Annotated[str | None, Option("--task", help="Only groups of this task.")]
+Limit = Annotated[int, Option("--limit", min=1, max=1_000_000, help="The highest number of rows.")]
+Yes = Annotated[bool, Option("--yes", help="Execute; without it, only print what would be done.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 def set_flags(overrides: Sequence[str]) -> list[str]:
@@ -176,15 +168,11 @@ def embedded_server(run_dir: Path) -> EmbeddedServer | None:
     """Return the server, running or not, whose data is in a folder or directly below it."""
     for folder in (run_dir, *folders_below(run_dir)):
         if (folder / "valkey.lock").exists():
-            return EmbeddedServer(folder, port=_port(folder))
+            settings = folder / "valkey.conf"
+            text = settings.read_text(encoding="utf-8") if settings.exists() else ""
+            found = re.search(r"^port (\d+)", text, re.MULTILINE)
+            return EmbeddedServer(folder, port=int(found[1]) or None if found else None)
     return None
-
-
-def _port(folder: Path) -> int | None:
-    settings = folder / "valkey.conf"
-    text = settings.read_text(encoding="utf-8") if settings.exists() else ""
-    found = re.search(r"^port (\d+)", text, re.MULTILINE)
-    return int(found[1]) or None if found else None
 
 
 def newest_server() -> tuple[EmbeddedServer, Path] | None:

@@ -121,13 +121,10 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
             owned.note(Stage.STOPPED, account=owned.record.account)
             raise
         except BaseException as error:
-            owned.note(Stage.FAILED, _reason(error))
+            reason = str(error) if isinstance(error, RolloutMQError) else describe(error)
+            owned.note(Stage.FAILED, mask_url(reason))
             raise
         owned.note(Stage.FINISHED, account=owned.record.account)
-
-
-def _reason(error: BaseException) -> str:
-    return mask_url(str(error) if isinstance(error, RolloutMQError) else describe(error))
 
 
 def _take(lock: IO[bytes], folder: Path) -> None:

@@ -36,16 +36,11 @@ BYTES: Mapping[str, Spoil] = {
 
 SHAPES = (
     *(
-        "deep",
-        "giant length",
-        "another schema",
-        "missing field",
-        "unknown field",
-        "wrong type",
+        "deep", "giant length", "another schema", "missing field", "unknown field", "wrong type",
         "wrong lengths",
     ),
     *("nan", "infinite", "negative id", "another group", "same key twice", "odd keys"),
-)
+)  # fmt: skip
 """What is wrong with the document; each form has its own."""
 
 KINDS = (*BYTES, *SHAPES)

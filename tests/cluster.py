@@ -189,7 +189,6 @@ class Cluster:
         }
 
     def master_of(self, key: str) -> Node:
-        """The node that serves a key."""
         (port,) = self.ports_of(key)
         return next(node for node in self.nodes if node.known_port == port)
 

@@ -70,19 +70,12 @@ settings.load_profile("quick")
 gc.disable()
 
 TESTS = Path(__file__).parent
-SHORT = (
-    "rolloutmq/config",
-    "buffer/weights",
-    "producer_workers/datasets",
-)
+SHORT = ("rolloutmq/config", "buffer/weights", "producer_workers/datasets")
 """Rooms of tests that start no server, no engine and no judge's process."""
 LONG = (
-    "pipeline",
-    "producer_workers/engines",
-    "producer_workers/judges",
-    "producer_workers/user_code",
+    "pipeline", "producer_workers/engines", "producer_workers/judges", "producer_workers/user_code",
     "rolloutmq",
-)
+)  # fmt: skip
 """Rooms of tests that start engines, whole runs or browsers, or that mostly wait."""
 
 BEYOND_CORE = re.compile(

@@ -42,12 +42,9 @@ class FakeHub:
     def env(self, home: Path) -> dict[str, str]:
         """Return the environment of a machine with the cache `home`, on this Hub's network."""
         return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "0",
-            "HF_DATASETS_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "0",
-        }
+            "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0",
+            "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "0",
+        }  # fmt: skip
 
     def use(self, patch: pytest.MonkeyPatch, home: Path) -> None:
         """Make this process such a machine: the variables are read when the package is imported."""

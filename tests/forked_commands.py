@@ -72,7 +72,6 @@ def _close(descriptor: int) -> None:
 
 
 def run_command(log: Path, words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run a command in this forked process, and append its output to a file."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

@@ -12,18 +12,9 @@ from buffer.query.record import STAGES
 from buffer.wire.rollout import Status
 
 NUMBERS = (
-    "staleness",
-    "version",
-    "draw",
-    "tries",
-    "aborts",
-    "samples",
-    "tokens",
-    "size",
-    "reward",
-    "arrival",
-    "time",
-)
+    "staleness", "version", "draw", "tries", "aborts", "samples", "tokens", "size", "reward",
+    "arrival", "time",
+)  # fmt: skip
 MISSING = ("staleness", "version", "reward", "arrival", "time", "owner")
 
 SMALL = st.integers(-3, 8) | st.sampled_from([0.5, 2.0, -1.5, 1e300, 2**60, -(2**60)])
@@ -103,7 +94,6 @@ def _leaves(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def _condition(draw: st.DrawFn, name: str) -> Any:
-    """A value, or some operators with their operands."""
     operands = OPERANDS[name]
     if draw(BOOLEANS):
         return draw(operands[""])

@@ -38,6 +38,5 @@ def build_wheel(source: Path, target: Path) -> Path:
 
 
 def files_of_git(*folders: str) -> list[Path]:
-    """Return the files of the checkout that git does not ignore."""
     listed = printed("git", "ls-files", "-co", "--exclude-standard", *folders).splitlines()
     return [ROOT / name for name in listed if (ROOT / name).is_file()]

@@ -75,7 +75,6 @@ class Watched:
         )
 
     def promote(self) -> None:
-        """Have the Sentinel replace the primary, dead or not, by one of the replicas."""
         until(self._starts_failover, "a replica that may replace the primary")
 
     def _starts_failover(self) -> bool:
@@ -88,7 +87,6 @@ class Watched:
         return True
 
     def connections(self) -> int:
-        """Return how many clients the Sentinel has."""
         return len(self.sentinel.ask("CLIENT LIST")) - 1
 
     def close(self) -> None:

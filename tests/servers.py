@@ -158,7 +158,6 @@ def start_server(kind: str, folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
-    """One server of each kind for the whole session, started when it is first asked for."""
     with ExitStack() as stack:
         yield cache(
             lambda kind: stack.enter_context(start_server(kind, tmp_path_factory.mktemp(kind)))
@@ -191,5 +190,4 @@ def redis_client(server: Server) -> Any:
 
 @pytest.fixture
 def run_name() -> str:
-    """A run that no other test uses."""
     return f"test-{os.getpid()}-{next(_numbers)}"

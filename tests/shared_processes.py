@@ -21,7 +21,6 @@ FORKS = ("warm_process", "make_site")
 
 @cache
 def group_of(file: str) -> str:
-    """Return what a file shares with others, or the file itself."""
     for name, files in SHARED.items():
         if file.startswith(files):
             return name

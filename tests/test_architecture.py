@@ -1,5 +1,3 @@
-"""The rules that keep the three packages apart, and light."""
-
 from __future__ import annotations
 
 import ast

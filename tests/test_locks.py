@@ -1,5 +1,3 @@
-"""The locked dependencies: of one set of versions, with hashes, from no particular host."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The wheel, built twice, installed into a folder, and used from there as a stranger would."""
-
 from __future__ import annotations
 
 import re
@@ -31,7 +29,6 @@ def site(wheel: Path) -> Path:
 
 
 def run_installed(site: Path, *words: str) -> str:
-    """Run Python far from the checkout, with the installed packages before all others."""
     far = site.parent / "far"
     far.mkdir(exist_ok=True)
     return python(*words, cwd=far, PYTHONPATH=str(site))

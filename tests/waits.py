@@ -44,6 +44,5 @@ def until(
 
 
 def end_of(process: Popen[bytes] | Popen[str] | BaseProcess) -> str:
-    """Return how a process ended, "" while it runs."""
     code = process.exitcode if isinstance(process, BaseProcess) else process.poll()
     return "" if code is None else f"process {process.pid} ended with {code}"

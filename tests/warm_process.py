@@ -14,18 +14,12 @@ ROOT = Path(__file__).parents[1]
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "pytest",
-        "tests.consumer.grpo.learner.sharded_learner",
-        "tests.consumer.handle.many_lives",
-        "tests.consumer.handle.sharded_trainer",
-        "consumer.grpo.trainer",
-        "producer_workers.build",
-        "rolloutmq.launch.launcher",
-        "rolloutmq.launch.training",
-        "rolloutmq.cli.processes",
+        "pytest", "tests.consumer.grpo.learner.sharded_learner", "tests.consumer.handle.many_lives",
+        "tests.consumer.handle.sharded_trainer", "consumer.grpo.trainer", "producer_workers.build",
+        "rolloutmq.launch.launcher", "rolloutmq.launch.training", "rolloutmq.cli.processes",
         "tests.forked_commands",
     ]
-)
+)  # fmt: skip
 
 
 def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) -> str:
@@ -44,7 +38,6 @@ def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) 
 
 
 def start_program(program: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start a program in a process of its own."""
     process = _context.Process(target=program, args=args)
     process.start()
     return process

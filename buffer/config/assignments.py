@@ -108,7 +108,15 @@ def assign(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(
                 f"--set {mask_url(override)}: `{name}` is a value, not a section, and has no keys"
             )
-    node[key] = _parse_value(override.partition("=")[2].strip())
+    text = override.partition("=")[2].strip()
+    # a shell removes the quotes around a word, so a word without them is a string
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except RecursionError:
+        raise nested("--set") from None
+    except ValueError:  # no TOML, or a number with thousands of digits
+        document = {}
+    node[key] = document["value"] if len(document) == 1 else text
 
 
 def key_path(override: str) -> list[str]:
@@ -128,18 +136,6 @@ def key_path(override: str) -> list[str]:
         name, node = next(iter(node.items()))
         path.append(name)
     return path
-
-
-def _parse_value(text: str) -> Any:
-    """Return the TOML value of `text`, or `text` itself where it is none."""
-    # a shell removes the quotes around a word, so a word without them is a string
-    try:
-        document = tomllib.loads(f"value = {text}")
-    except RecursionError:
-        raise nested("--set") from None
-    except ValueError:  # no TOML, or a number with thousands of digits
-        return text
-    return document["value"] if len(document) == 1 else text
 
 
 # -- mistakes, by dotted path, value and what was expected -----------------------------

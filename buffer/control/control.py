@@ -178,10 +178,10 @@ class RoleHolder:
 
     @property
     def silent_ms(self) -> int | None:
-        """The time since its last heartbeat, as in role_silence.lua; None if it was never opened.
+        """The time since its last heartbeat; None if it was never opened.
 
         A heartbeat in the future counts as equally long ago: the clock was stepped back, and a live
-        holder has sent heartbeats since.
+        holder has sent heartbeats since (as in lua/shared/clock.lua).
         """
         return abs(self.now_ms - self.seen_ms) if self.seen_ms else None
 

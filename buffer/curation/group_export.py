@@ -66,7 +66,11 @@ class GroupExport:
         In a folder, the file is named for its first step. One of that name was written by a process
         that died before the batches were marked as exported: it is replaced.
         """
-        done = Exported(steps=self._unexported())
+        ledger = self._keys.ledger(self._ledger.name)
+        exported = self._store.ask("exported", "HGET", ledger, "exported")
+        archived = self._ledger.archive.steps()
+        first = max(archived.start, int(exported or 0) + 1)
+        done = Exported(steps=range(first, archived.stop))
         if not done.steps:
             return done
         if path.is_dir():
@@ -103,7 +107,10 @@ class GroupExport:
             if facts is None or not matches(query, facts):
                 return None
             found = self._read(payload_of(gid, record), facts.stage, facts.staleness)
-            newer_record = self._record(gid) if found.fault else record
+            if not found.fault:
+                return found
+            raw = self._store.ask("record", "HGETALL", self._keys.group(gid))
+            newer_record = {name.decode(): value.decode() for name, value in raw.items()}
             if newer_record == record:
                 return found
             record = newer_record  # the group moved while its bytes were read
@@ -120,18 +127,8 @@ class GroupExport:
                 age = None if entry.version is None else staleness(step, entry.version)
                 yield self._read(entry.payload, "archived", age)
 
-    def _unexported(self) -> range:
-        ledger = self._keys.ledger(self._ledger.name)
-        exported = self._store.ask("exported", "HGET", ledger, "exported")
-        archived = self._ledger.archive.steps()
-        return range(max(archived.start, int(exported or 0) + 1), archived.stop)
-
     def _read(self, ref: PayloadRef, stage: str, age: int | None) -> _Found:
         try:
             return _Found(ref.gid, list(lines_of(self._buffer.read(ref), stage, age)))
         except (PayloadMissing, WireError) as error:
             return _Found(ref.gid, [], error.message)
-
-    def _record(self, gid: str) -> Record:
-        raw = self._store.ask("record", "HGETALL", self._keys.group(gid))
-        return {name.decode(): value.decode() for name, value in raw.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from buffer.ids import IMPORTED_FROM, group_id
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import RunContext
-from buffer.wire.group import RolloutGroup
 
 
 @dataclass(slots=True)
@@ -45,16 +45,9 @@ class _Part:
     last: int
     lines: Sequence[RolloutLine]
 
-    def group(self, gid: str) -> RolloutGroup:
-        return group_of(self.lines, gid, self.task)
-
 
 class GroupImport:
-    def __init__(
-        self,
-        context: RunContext,
-        payloads: PayloadStore,
-    ) -> None:
+    def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
         self._context = context
         self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
@@ -71,19 +64,22 @@ class GroupImport:
 
         Raises DatasetError before anything is imported; a later error reports what was imported.
         """
-        intake = GroupPut(
-            self._context,
-            self._payloads,
-            "imported",
-        )
+        intake = GroupPut(self._context, self._payloads, "imported")
         for number, part in enumerate(self._parts(path, task, from_line), start=1):
-            self._check(path, part, intake)
+            try:
+                intake.check(group_of(part.lines, group_id(part.task, IMPORTED_FROM), part.task))
+            except (ValueError, WireError) as error:
+                raise DatasetError(
+                    f"{path}, lines {part.first} to {part.last}: {error}", hint=FIX_HINT
+                ) from error
             advance("checked", number)
         done = Imported()
         for part in self._parts(path, task, from_line):
             retryable = self._limits.retries_expired(part.task)
             try:
-                _, status = intake.put(part.task, part.group, retryable=retryable)
+                _, status = intake.put(
+                    part.task, partial(group_of, part.lines, task=part.task), retryable=retryable
+                )
             except RolloutMQError as error:
                 _add_progress(error, done, part)
                 raise
@@ -111,14 +107,6 @@ class GroupImport:
                     command_hint=f"choose one with --task: {', '.join(known)}",
                 )
             yield _Part(name, numbers[0], numbers[-1], lines)
-
-    def _check(self, path: Path, part: _Part, intake: GroupPut) -> None:
-        try:
-            intake.check(part.group(group_id(part.task, IMPORTED_FROM)))
-        except (ValueError, WireError) as error:
-            raise DatasetError(
-                f"{path}, lines {part.first} to {part.last}: {error}", hint=FIX_HINT
-            ) from error
 
 
 def _lines(path: Path, from_line: int) -> Iterator[tuple[int, RolloutLine]]:

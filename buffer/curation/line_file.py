@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
@@ -38,11 +38,6 @@ _JSON_COLUMNS = (
 _ROWS = 64  # in memory at a time: a row group of a Parquet file
 
 
-class LineWriter(Protocol):
-    def add(self, line: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
 def kind_of(path: Path) -> str:
     """Return jsonl or parquet, by the suffix. Raises ConfigError, also if pyarrow is missing."""
     if path.suffix not in (".jsonl", ".parquet"):
@@ -56,7 +51,7 @@ def kind_of(path: Path) -> str:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[LineWriter]:
+def new_file(path: Path) -> Iterator[JsonlWriter | ParquetWriter]:
     """Open a writer for a new file, which appears whole and on disk when the block ends, or never.
 
     Raises ConfigError when the file exists or cannot be written.
@@ -66,7 +61,7 @@ def new_file(path: Path) -> Iterator[LineWriter]:
         raise ConfigError(f"{path} exists", hint="name a new file")
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        writer: LineWriter = JsonlWriter(hidden) if kind == "jsonl" else ParquetWriter(hidden)
+        writer = JsonlWriter(hidden) if kind == "jsonl" else ParquetWriter(hidden)
         try:
             yield writer
         finally:
@@ -155,23 +150,18 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
             for batch in file.iter_batches(batch_size=_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _from_row(path, number, row)
+                    # null fields get their defaults
+                    fields = {name: value for name, value in row.items() if value is not None}
+                    for name in _JSON_COLUMNS:
+                        if isinstance(fields.get(name), str):
+                            fields[name] = orjson.loads(fields[name])
+                    yield number, fields
+    except orjson.JSONDecodeError as error:
+        raise DatasetError(
+            f"{path}, row {number}: {name} is not valid JSON: {error}", hint=FIX_HINT
+        ) from error
     except arrow.ArrowException as error:
         raise DatasetError(f"{path}, after row {number}: {error}", hint=FIX_HINT) from error
-
-
-def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row as a JSON line has them; null fields get their defaults."""
-    fields = {name: value for name, value in row.items() if value is not None}
-    for name in _JSON_COLUMNS:
-        if isinstance(fields.get(name), str):
-            try:
-                fields[name] = orjson.loads(fields[name])
-            except orjson.JSONDecodeError as error:
-                raise DatasetError(
-                    f"{path}, row {number}: {name} is not valid JSON: {error}", hint=FIX_HINT
-                ) from error
-    return fields
 
 
 def _schema(arrow: Any) -> Any:

@@ -93,7 +93,7 @@ class RolloutLine(BaseModel):
         fields = self.model_dump(exclude={*own, "columns"})
         columns = dict(self.columns)
         for column in all_columns():
-            value = column.of_fields(*[columns.pop(name, None) for name in column.fields])
+            value = column.of_fields(*[columns.pop(name, None) for name in column.to_fields(None)])
             if value is not None:
                 (fields if column.name in COLUMNS else columns)[column.name] = value
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
@@ -103,7 +103,7 @@ class RolloutLine(BaseModel):
         )
 
 
-COLUMN_FIELDS = {field: row for row in COLUMNS.values() for field in row.fields}
+COLUMN_FIELDS = {field: row for row in COLUMNS.values() for field in row.to_fields(None)}
 """The fields of a line that have the project's own optional columns, and whose they are."""
 
 FIELDS = (*RolloutLine.model_fields, *COLUMN_FIELDS)
@@ -161,7 +161,7 @@ def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator
         line.update((name, getattr(state, name)) for name in own_fields)
         line["columns"] = {}
         for column in all_columns():
-            written = dict(zip(column.fields, column.to_fields(column.get(state)), strict=True))
+            written = column.to_fields(column.get(state))
             (line if column.name in COLUMNS else line["columns"]).update(written)
         # bytes become base64 text, which is what an import finds
         line.update((name, msgspec.to_builtins(line[name])) for name in _ANY_VALUES)

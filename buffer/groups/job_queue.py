@@ -127,7 +127,7 @@ class JobQueue:
                 "target": target,
                 "threshold": limits.threshold(task),
                 "byte_limit": limits.low_bytes if lane == "fresh" else limits.high_bytes,
-                "max_in_flight": limits.of(task).max_in_flight,
+                "max_in_flight": limits.setting(task, "max_in_flight"),
             },
             payloads,
             samples,
@@ -167,7 +167,7 @@ class JobQueue:
                 "tail_step": tail_step,
                 "limit": limit,
                 "byte_limit": self._limits.high_bytes,
-                "max_in_flight": self._limits.of(task).max_in_flight,
+                "max_in_flight": self._limits.setting(task, "max_in_flight"),
             },
         )
         match unfenced(reply, "producer"):

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, cast
 
 from buffer.errors import PayloadMissing, StoreUnavailable, WireError
@@ -147,7 +148,7 @@ class Submission:
         ]
         arguments = {
             "task": task,
-            "patience": self._limits.of(task).max_consecutive_filtered,
+            "patience": self._limits.setting(task, "max_consecutive_filtered"),
             "token_lead": self._limits.token_lead(task),
         }
         slots = keys.slots(task=task, worker=worker)
@@ -157,29 +158,32 @@ class Submission:
         """Store and submit units in one round trip, with a call for each task and 8 MiB."""
         commands: list[Command | ScriptCall] = []
         in_order = []
-        by_task = groupby(sorted(units, key=_task_of), _task_of)
-        for task, of_task in by_task:
+        task_of = attrgetter("result.group.task")
+        for task, of_task in groupby(sorted(units, key=task_of), task_of):
             for some in by_size((unit.arguments["size"], unit) for unit in of_task):
                 in_order += some
                 # a server that writes to disk before it answers writes once for all small commands
                 # in a row, so large values come first
                 sets = [command for unit in some for command in unit.sets]
-                sets.sort(key=_is_small)
+                sets.sort(key=lambda command: sum(map(len, command[2])) < _LARGE_BYTES)
                 commands += sets
                 commands.append(self.call(worker, task, [unit.arguments for unit in some]))
         answers = self._store.send("submit", commands, durable=True)
         calls = zip(commands, answers, strict=True)
         parts = [part for call, reply in calls if isinstance(call, ScriptCall) for part in reply]
         for unit, *reply in zip(in_order, parts[::2], parts[1::2], strict=True):
-            unit.outcome = _outcome(unit, reply)
-
-
-def _task_of(unit: Unit) -> str:
-    return unit.result.group.task
-
-
-def _is_small(command: SetCommand) -> bool:
-    return sum(map(len, command[2])) < _LARGE_BYTES
+            job = unit.result.job
+            match reply:
+                case ["OK", arrival] if arrival:
+                    unit.outcome = Stored(Status(unit.arguments["status"]), int(arrival))
+                case ["FENCED", _]:
+                    unit.outcome = fenced(job)
+                case ["MISSING", size]:
+                    unit.outcome = PayloadMissing(
+                        f"group {job.gid}: only {size} bytes arrived", hint="submit it again"
+                    )
+                case _:
+                    raise unknown_reply("submit", reply)
 
 
 def to_store(
@@ -215,17 +219,3 @@ def described(
         "chunks": ref.chunks,
         "made_by": group.made_by(limits.token_lead(group.task) is not None),
     }
-
-
-def _outcome(unit: Unit, reply: Sequence[str]) -> SubmitOutcome:
-    job = unit.result.job
-    match reply:
-        case ["OK", arrival] if arrival:
-            return Stored(Status(unit.arguments["status"]), int(arrival))
-        case ["FENCED", _]:
-            return fenced(job)
-        case ["MISSING", size]:
-            return PayloadMissing(
-                f"group {job.gid}: only {size} bytes arrived", hint="submit it again"
-            )
-    raise unknown_reply("submit", reply)

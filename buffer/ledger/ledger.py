@@ -100,8 +100,9 @@ class BatchLedger:
             case ["OK", *lines]:
                 return parse_manifest(self._keys.batch(self.name, step), step, lines)
             case ["SHORT" | "CHECKPOINT_NOW" | "STRAGGLERS" as why, *rows]:
+                facts = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
                 return NotReady(
-                    _missing(rows),
+                    {task: (int(ready), int(wanted)) for task, ready, wanted in facts},
                     checkpoint_now=why == "CHECKPOINT_NOW",
                     awaits_stragglers=why == "STRAGGLERS",
                 )
@@ -270,13 +271,6 @@ def _check_counts(counts: Mapping[str, int], known: Sequence[str]) -> None:
             raise ConfigError(
                 f"{count} groups of task {task} cannot be taken", hint="take 0 or more"
             )
-
-
-def _missing(rows: Sequence[Any]) -> dict[str, tuple[int, int]]:
-    """Parse (task, ready, wanted) rows."""
-    tasks, ready, wanted = rows[::3], rows[1::3], rows[2::3]
-    numbers = zip(map(int, ready), map(int, wanted), strict=True)
-    return dict(zip(tasks, numbers, strict=True))
 
 
 def _accepted(reply: list[Any], step: int, what: str) -> list[Any]:

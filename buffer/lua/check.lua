@@ -16,17 +16,13 @@ for name in string.gmatch(fields, '%S+') do names[#names + 1] = name end
 local pools = {completed = completed, aborted = aborted, expired = expired}
 local ends = {archived = archived, filtered = filtered, dropped = dropped}
 
-local function in_lane(jobs, entry, gid)
-  -- two lanes may assign the same id: within one millisecond, or after the clock was set back
-  local there = redis.call('XRANGE', jobs, entry, entry)[1]
-  return there and there[2][2] == gid
-end
-
 local function stages_of(gid, n, record)
   local found, entry, owner, arrival, batch = {}, record.entry, record.owner, record.arrival, record.batch
   if entry and string.find(entry, '^%d+%-%d+$') then
     for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
-      if in_lane(jobs, entry, gid) then found[#found + 1] = 'waiting' end
+      -- two lanes may assign the same id: within one millisecond, or after the clock was set back
+      local there = redis.call('XRANGE', jobs, entry, entry)[1]
+      if there and there[2][2] == gid then found[#found + 1] = 'waiting' end
     end
   end
   if owner and record.token and redis.call('HGET', leased_by .. owner, gid) == record.token and redis.call('ZSCORE', leases, owner) then

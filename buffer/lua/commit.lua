@@ -25,12 +25,13 @@ local batch = batches .. int(freed + 1)
 local entries = {}
 if freed < keep then entries = redis.call('LRANGE', batch, 1 + done, done + limit) end
 local header = redis.call('LINDEX', batch, 0)
-local records, prompts, went = {}, {}, 0
+local records, prompts, ended, went = {}, {}, {}, 0
 for i, entry in ipairs(entries) do
-  local gid = string.match(entry, '^(%S+)')
-  local task = tasks[string.match(gid, '^(.*)%-%d+$')]
+  local gid, name, draw = string.match(entry, '^((%S*)%-(%d+)) ')
+  local task = tasks[name]
   if not task then return {'UNKNOWN_TASK', gid} end
   task.count = (task.count or 0) + 1
+  ended[i] = {task = task, draw = tonumber(draw)}
   -- the prompt is not needed: the result has a copy of it
   records[i], prompts[i] = groups .. gid, gid .. ' init 1'
   went = went + num(redis.call('HGET', records[i], 'prompt'))
@@ -38,10 +39,7 @@ end
 
 -- F is recorded before the first slice: a half-freed manifest is never delivered again (I6)
 redis.call('HSET', ledger, 'committed', int(committed), 'keep', int(math.max(keep, num(steps[4]))))
-for _, entry in ipairs(entries) do
-  local name, draw = string.match(entry, '^(%S*)%-(%d+) ')
-  redis.call('SETBIT', tasks[name].archived, tonumber(draw), 1)
-end
+for _, one in ipairs(ended) do redis.call('SETBIT', one.task.archived, one.draw, 1) end
 for _, task in pairs(tasks) do
   if task.count then
     redis.call('HINCRBY', task.progress, 'taken', -task.count)

@@ -9,7 +9,5 @@
 if redis.call('HGET', worker_record, 'nonce') ~= nonce then return {'UNKNOWN'} end
 local held = held_count(leased)
 if held > 0 then return {'HOLDS', held} end
-log_worker_end(events, 'worker_left', worker, worker_record)
-redis.call('ZREM', workers, worker)
-redis.call('UNLINK', worker_record)
+forget_worker(events, 'worker_left', workers, worker, worker_record)
 return {'OK'}

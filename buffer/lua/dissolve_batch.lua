@@ -7,8 +7,7 @@
 -- ARGV task, token_lead  name, ''|0.. x0..256  of each training task: steps by which single tokens expire earlier than groups;
 --                     '' = they do not
 -- replies OK taken | FENCED | GAP taken | ARCHIVED freed (now, or soon)
--- keeps I1, I6, I7, I8 (every fork since the batch was taken
--- counts), I13 (step)
+-- keeps I1, I6, I7, I8 (every fork since the batch was taken counts), I13 (step)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'freed', 'keep')
@@ -18,15 +17,8 @@ if step < taken then return {'GAP', int(taken)} end
 if step <= freed then return {'ARCHIVED', int(freed)} end
 
 -- versions are clamped on the way to a pool, and by `rescore` in pools: for these groups, forks since then count here
-local forks, after, lowest = redis.call('LRANGE', lineages, -1000, -1), {}, math.huge
-for i = #forks, 1, -1 do
-  local name, fork = string.match(forks[i], '^(.*):(%d+)$')
-  after[name] = after[name] or lowest
-  lowest = math.min(lowest, tonumber(fork))
-end
 local function living(lineage, version)
-  if not version or version == '' then return '' end
-  return int(math.min(tonumber(version), after[lineage] or lowest))
+  return (version or '') == '' and '' or living_version(lineages, lineage, version)
 end
 
 local entries, groups_of, token_leads = {}, {}, {}

@@ -3,7 +3,7 @@
 -- old while they waited. Those of the age index that run are ended by their workers (heartbeat.lua). Costs O(log N + read).
 -- KEYS ledger HASH*
 -- KEYS pool ZSET*    completed or aborted, or the age index of the task
--- KEYS queues prefix, expired ZSET, progress HASH, groups prefix, dropped STRING, garbage SET, bytes HASH
+-- KEYS queues prefix, expired ZSET*, progress HASH*, groups prefix, dropped STRING*, garbage SET*, bytes HASH*
 -- KEYS bell_producer LIST*, events STREAM*
 -- ARGV task      name
 -- ARGV threshold 0..     stale threshold in steps
@@ -16,6 +16,11 @@
 local step = next_step(ledger)
 local cut = step - threshold
 local found = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. int(cut), 'LIMIT', passed, limit)
+if #found == 0 then return {'OK', 0, 0} end
+-- read here, before anything is written: most calls find nothing
+redis.call('HLEN', progress)
+redis.call('HLEN', bytes)
+for key, length in pairs({[expired] = 'ZCARD', [dropped] = 'STRLEN', [garbage] = 'SCARD'}) do redis.call(length, key) end
 local gids, records, members = records_of(groups, found, unpack(EXPIRING))
 local leaving, pooled, waited, tokens = {}, {}, {}, 0
 for i, gid in ipairs(gids) do

@@ -18,24 +18,20 @@ if wait then last = math.min(last, exported) end
 for step = forgotten + 1, math.min(last, forgotten + limit) do redis.call('LLEN', batches .. int(step)) end
 
 while forgotten < last and limit > 0 do
-  local batch = batches .. int(forgotten + 1)
-  -- from the end, so that the rest is still a manifest
-  local entries = {}
-  if redis.call('LLEN', batch) > 1 then
-    entries = redis.call('LRANGE', batch, math.max(-limit, 1 - redis.call('LLEN', batch)), -1)
-  end
-  local payloads = {}
-  for i, entry in ipairs(entries) do
-    local payload, size = string.match(entry, '^(%S+ %S+ %S+) (%S+)')
-    payloads[i] = payload
-    went = went + num(size)
-  end
-  if #entries > 0 then
+  local batch, payloads = batches .. int(forgotten + 1), {}
+  local length = redis.call('LLEN', batch)
+  local count = math.min(limit, math.max(0, length - 1))
+  if count > 0 then
+    -- from the end, so that the rest is still a manifest
+    for i, entry in ipairs(redis.call('LRANGE', batch, -count, -1)) do
+      local payload, size = string.match(entry, '^(%S+ %S+ %S+) (%S+)')
+      payloads[i], went = payload, went + num(size)
+    end
     redis.call('SADD', garbage, unpack(payloads))
-    redis.call('LTRIM', batch, 0, -1 - #entries)
+    redis.call('LTRIM', batch, 0, -1 - count)
   end
-  limit = limit - #entries - 1
-  if redis.call('LLEN', batch) <= 1 then
+  limit = limit - count - 1
+  if length - count <= 1 then
     redis.call('UNLINK', batch)
     forgotten = forgotten + 1
   end

@@ -29,16 +29,15 @@ local known = redis.call('HMGET', worker_record, 'nonce', 'ack')
 if not known[1] then return {'UNKNOWN'} end
 if known[1] ~= nonce then return {'REPLACED'} end
 
-local reply, now, aged, living, step = control_state(control), now_ms(), {}, {}, nil
+local reply, now, aged, step = control_state(control), now_ms(), {}, nil
 local count = held_count(leased)
 local is_agreed = count == held and num(redis.call('HGET', leased, 'digest')) == digest
 table.insert(reply, 1, 'OK')
 if not is_agreed then reply[1] = 'DIFFERS' end
 for n, gid, token, lineage, version, threshold in each_unit do
   step = step or next_step(ledger)
-  local weights = lineage .. ':' .. int(version)
-  living[weights] = living[weights] or living_version(lineages, lineage, int(version))
-  if tonumber(living[weights]) < step - threshold then reply[#reply + 1] = n end
+  local living = living_version(lineages, lineage, int(version))
+  if tonumber(living) < step - threshold then reply[#reply + 1] = n end
   if gid ~= '' and redis.call('HGET', leased, gid) == token then
     local age_index = ages .. string.match(gid, '^(.*)%-%d+$')
     if not aged[age_index] then
@@ -46,7 +45,7 @@ for n, gid, token, lineage, version, threshold in each_unit do
       redis.call('ZCARD', age_index)
       aged[age_index] = {}
     end
-    table.insert(aged[age_index], living[weights])
+    table.insert(aged[age_index], living)
     table.insert(aged[age_index], gid)
   end
 end

@@ -3,8 +3,7 @@
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
 -- KEYS progress HASH, ledger HASH, completed ZSET, aborted ZSET, expired ZSET, dropped STRING, groups prefix
 -- KEYS lineages LIST, garbage SET, bell_trainer LIST, bell_producer LIST, events STREAM, bytes HASH
--- KEYS payloads  STRING* x3..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
---                             order
+-- KEYS payloads  STRING* x3..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in order
 -- ARGV task      name
 -- ARGV gid       gid
 -- ARGV token     token                      of the bytes

@@ -57,9 +57,7 @@ local forgotten = 0
 for _, id in ipairs(gone) do
   -- a worker that still holds groups is forgotten once its lease has run out, or in the next call
   if held_count(leased_by .. id) == 0 then
-    log_worker_end(events, worker == '' and 'worker_lost' or 'worker_fenced', id, worker_records .. id)
-    redis.call('ZREM', workers, id)
-    redis.call('UNLINK', worker_records .. id)
+    forget_worker(events, worker == '' and 'worker_lost' or 'worker_fenced', workers, id, worker_records .. id)
     forgotten = forgotten + 1
   end
 end

@@ -27,37 +27,28 @@ if #open == 0 then return {'OK', 0, 0} end
 local order = string.match(header, ' order=(%S+)') or 'staleness'
 local members = next_in_order(order, completed, cut_of(header, task), #open)
 
--- "awaits" of the ledger is there while positions of any task are open
-local function await(count)
-  if string.find(table.concat(notes, ',') .. ',', ':-,', 1, true) then
-    redis.call('HSET', ledger, 'awaits', int(step))
-  else
-    redis.call('HDEL', ledger, 'awaits')
-  end
-  redis.call('HSET', progress, 'awaited', int(count), 'awaited_step', int(step))
-  wake(bell_producer, 1)
-end
-
-if #members == 0 then
-  await(#open)
-  return {'OK', 0, #open}
-end
-
 local name, lines = string.match(batch, ':batch:(.*)$'), {}
 for i, member in ipairs(members) do
-  local gid = string.match(member, ':(.*)$')
+  local gid = gid_of(member)
   notes[open[i]] = string.gsub(notes[open[i]], '%-$', gid)
   lines[i] = manifest_line(groups, gid)
   if not lines[i] then return {'DAMAGED', groups .. gid} end
 end
--- the batch first: a worker may not write it, and is stopped here
-redis.call('RPUSH', batch, unpack(lines))
-for _, member in ipairs(members) do
-  redis.call('HSET', groups .. string.match(member, ':(.*)$'), 'stage', 'taken', 'batch', name)
+if #members > 0 then
+  -- the batch first: a worker may not write it, and is stopped here
+  redis.call('RPUSH', batch, unpack(lines))
+  for _, member in ipairs(members) do redis.call('HSET', groups .. gid_of(member), 'stage', 'taken', 'batch', name) end
+  redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
+  redis.call('ZREM', completed, unpack(members))
+  for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end
+  log_event(events, 'refilled', 'step', int(step), 'groups', #members)
 end
-redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
-redis.call('ZREM', completed, unpack(members))
-for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end
-await(#open - #members)
-log_event(events, 'refilled', 'step', int(step), 'groups', #members)
+-- "awaits" of the ledger is there while positions of any task are open
+if string.find(table.concat(notes, ',') .. ',', ':-,', 1, true) then
+  redis.call('HSET', ledger, 'awaits', int(step))
+else
+  redis.call('HDEL', ledger, 'awaits')
+end
+redis.call('HSET', progress, 'awaited', #open - #members, 'awaited_step', int(step))
+wake(bell_producer, 1)
 return {'OK', #members, #open - #members}

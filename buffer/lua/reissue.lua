@@ -26,12 +26,10 @@ if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 -- what an evaluation has drawn needs no room, but for `max_in_flight`
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight,
   lane == 'eval' and target - held)
-local count = math.min(free, limit, held)
-if count <= 0 then return {'OK', 0, held} end
-
 local jobs = lane == 'eval' and jobs_eval or jobs_resume
-local gids, records, members = records_of(groups, redis.call('ZRANGE', pool, 0, count - 1), 'payload', 'version')
-count = #members
+local found = free > 0 and redis.call('ZRANGE', pool, 0, math.min(free, limit) - 1) or {}
+local gids, records, members = records_of(groups, found, 'payload', 'version')
+local count = #members
 if count == 0 then return {'OK', 0, held} end
 redis.call('ZREM', pool, unpack(members))
 -- with the groups: a producer that dies now, or another one, continues the same batch

@@ -56,9 +56,8 @@ local place = 'waiting'
 if not is_clean then
   if kind == 'failed' then
     local failures = note_failure(progress, workers, worker, lease_ms, message, cause, patience, first)
-    if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
-      stop_task(progress, task, int(failures) .. ' tries in a row failed: ' .. message, bell_trainer, events)
-    end
+    local why = int(failures or 0) .. ' tries in a row failed: ' .. message
+    if failures then stop_task(progress, task, why, bell_trainer, events) end
   end
   place = retry_or_dead_letter({groups = groups, jobs = jobs, lane = lane, dead = dead,
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)

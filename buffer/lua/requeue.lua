@@ -23,8 +23,8 @@ if held.stage == 'taken' then return {'TAKEN', held.batch} end
 
 local jobs = queues .. task .. ':' .. lane
 redis.call('XLEN', jobs)
-local before = remove_dead_or_pooled({record = record, progress = progress, completed = completed, aborted = aborted,
-  expired = expired, dead = dead, dead_letters = dead_letters}, gid, held.stage, held.status, held.arrival)
+local before = remove_from_stage({progress = progress, completed = completed, aborted = aborted, expired = expired,
+  dead = dead, dead_letters = dead_letters}, gid, held)
 local payload = held.payload
 if before ~= 'aborted' then
   count_bytes(bytes, 0, free_payload(garbage, gid, held))

@@ -129,7 +129,7 @@ if unparsed > 0 then redis.call('HINCRBY', progress, 'unparsed', unparsed) end
 if truncated > 0 then redis.call('HINCRBY', progress, 'truncated', truncated) end
 if ended > 0 then redis.call('HINCRBY', progress, 'filtered', ended) end
 keep_counts(progress, num(counts[7]), num(counts[7]) + produced)
-if stopped_at and redis.call('HEXISTS', progress, 'stopped') == 0 then
+if stopped_at then
   stop_task(progress, task, int(stopped_at) .. ' groups in a row were filtered', bell_trainer, events)
 end
 if ready > 0 then wake(bell_trainer, ready) end

@@ -18,11 +18,12 @@
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (take does not wait for
 -- memory that only a checkpoint frees), I13 (step)
 
-if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep')
+local holder, is_recovering = unpack(redis.call('HMGET', control, 'trainer', 'recovering'))
+if holder ~= nonce then return {'FENCED'} end
+local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep', 'awaits')
 -- archived batches are never delivered again: their manifests are only kept for inspection
 if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end
-if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end
+if is_recovering then return {'RECOVERING'} end
 if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end
 if step <= num(steps[2]) then return {'COMMITTED', int(num(steps[2]))} end
 if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
@@ -71,12 +72,13 @@ end
 -- first: a caller that may not write them (ACL) is stopped before a group has moved
 redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
-redis.call('HDEL', ledger, 'awaits')  -- a batch before it that lacks groups stays so
+if steps[4] then redis.call('HDEL', ledger, 'awaits') end  -- a batch before it that lacks groups stays so
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
 for _, pool in ipairs(pools) do
-  if #pool.chosen > 0 then redis.call('ZREM', pool.completed, unpack(pool.chosen)) end
-  redis.call('HINCRBY', pool.progress, 'consumed', #pool.chosen)
-  redis.call('HINCRBY', pool.progress, 'taken', #pool.chosen)
+  if #pool.chosen > 0 then
+    redis.call('ZREM', pool.completed, unpack(pool.chosen))
+    for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', pool.progress, counter, #pool.chosen) end
+  end
 end
 wake(bell_producer, 1)
 log_event(events, 'taken', 'step', int(step), 'groups', int(ready_in_all))

@@ -31,9 +31,9 @@ from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.wire.columns import all_columns
-from buffer.wire.large_columns import LargeColumn
+from buffer.wire.columns import large_columns
 from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling_mask import SamplingMask
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -72,12 +72,11 @@ class ColumnFolder:
             # an interrupted rollout keeps its columns: the next worker needs them
             if state.status is not Status.COMPLETED:
                 continue
-            for column in all_columns():
-                value = column.get(state) if isinstance(column, LargeColumn) else None
+            for column in large_columns().values():
+                value = column.get(state)
                 if value is None or isinstance(value, str):
                     continue
-                assert isinstance(column, LargeColumn)
-                array = column.packed(value)
+                array = value.packed() if isinstance(value, SamplingMask) else value
                 if array.nbytes > INLINE_BYTES:
                     name = f"{column.name}-{token}-{position}.npy"
                     column.set(state, self.put(gid, name, array))

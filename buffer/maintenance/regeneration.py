@@ -76,7 +76,8 @@ class Regeneration:
     def describe(self, run: str, left: RunLeftovers) -> str:
         """Return in a sentence what is kept, and what is generated again or lost."""
         position = self.position
-        trained = sum(map(position.trained.count, _tasks(position)))
+        tasks = {*position.trained.tasks, *position.trained.imported}
+        trained = sum(map(position.trained.count, tasks))
         base = f"the checkpoint of step {position.step}" if position.step else "no checkpoint"
         kept = f"{base}: {trained} groups are trained, and stay so" if position.step else base
         again = f"{left.groups} groups that the server has, {left.steps} steps after it"
@@ -108,10 +109,6 @@ class Regeneration:
                     hint="choose another [run] name, or use the folder that belongs to it",
                 )
         clear_keys(store, keys, (keys.meta,))
-
-
-def _tasks(position: Position) -> set[str]:
-    return {*position.trained.tasks, *position.trained.imported}
 
 
 def _number(store: Store, key: str, field: str) -> int | None:

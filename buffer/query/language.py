@@ -19,7 +19,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, cast
 
 from buffer.errors import QueryError
 from buffer.query.record import STAGES, GroupRecord
@@ -251,20 +251,13 @@ def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False
         )
     if field.kind == "text" and isinstance(value, str):
         return str(value)
-    if field.kind == "number" and _is_number(value):
-        return value
+    # True is an int to Python, and NaN has no order
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if field.kind == "number" and is_number and -math.inf < cast(float, value) < math.inf:
+        return cast(float, value)
     kinds = {"text": "a string", "number": "a finite number"}[field.kind]
     missing = ", or null for a missing value" if field.may_be_missing and not is_ordered else ""
     raise QueryError(f"{where} cannot be {_show(value)}", hint=f"{kinds}{missing}")
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    # True is an int to Python, and NaN has no order
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -math.inf < value < math.inf
-    )
 
 
 def _show(value: object) -> str:

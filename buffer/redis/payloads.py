@@ -12,7 +12,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
 from isal import isal_zlib
@@ -132,7 +131,10 @@ class PayloadStore:
             return list(map(join, batch, found))
 
         used: list[T] = []
-        with _no_collection():
+        # scanning new maps takes an eighth of a take (measured)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
             if len(rounds) == 1:
                 return list(use(refs, read(refs)))
             coming = deque(self._threads.submit(read, batch) for batch in rounds[:_AHEAD])
@@ -140,7 +142,10 @@ class PayloadStore:
                 found = coming.popleft().result()
                 coming.extend(self._threads.submit(read, after) for after in rounds[n : n + 1])
                 used += use(batch, found)
-        return used
+            return used
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def _names(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
@@ -232,18 +237,6 @@ def cut(data: Pieces, by_class: bool) -> list[Pieces]:
             size -= len(piece)
         chunks.append(chunk)
     return chunks
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector: scanning new maps takes an eighth of a take (measured)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def join(ref: PayloadRef, parts: Sequence[Whole | None]) -> Whole:

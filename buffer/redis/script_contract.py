@@ -43,7 +43,7 @@ with a prefix, or their length, before it writes. A test puts a wrong type at ev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -247,8 +247,23 @@ class ScriptHeader:
         for tail in tails:
             if tail not in units and not tail.is_table:
                 yield f"local {tail.names[0]} = {{unpack({tail.array}, {tail.first})}}"
-        if units:
-            yield from _each_unit(units)
+        if not units:
+            return
+        # an iterator of a `for` loop: the number of a unit, then its values
+        found = []
+        yield "local function each_unit(_, n)"
+        yield "n = (n or 0) + 1"
+        for tail in units:
+            index, width = tail.array[0].lower(), len(tail.names)
+            yield f"local {index} = {tail.first - width} + n * {width}"
+            at = [
+                f"{tail.array}[{index} + {offset}]" if offset else f"{tail.array}[{index}]"
+                for offset in range(width)
+            ]
+            found += [tail.value(offset, value) for offset, value in enumerate(at)]
+        array = units[0].array
+        yield f"if {array}[{array[0].lower()}] then return n, {', '.join(found)} end"
+        yield "end"
 
     def _counts(self, array: str) -> Iterator[str]:
         fixed = len(self.fixed(array))
@@ -269,25 +284,6 @@ class ScriptHeader:
             good = f"is_count(#{array} - {fixed}, {width}, {tail.least}, {tail.most})"
             want = f"{fixed} and {tail.least} to {tail.most} times {width}"
         yield f"if not ({good}) then return refuse('number of {array}', '{want}', #{array}) end"
-
-
-def _each_unit(tails: Sequence[Slot]) -> Iterator[str]:
-    """Yield Lua for the iterator of a `for` loop: the number of a unit, then its values."""
-    values = []
-    yield "local function each_unit(_, n)"
-    yield "n = (n or 0) + 1"
-    for tail in tails:
-        index = tail.array[0].lower()
-        width = len(tail.names)
-        yield f"local {index} = {tail.first - width} + n * {width}"
-        at = [
-            f"{tail.array}[{index} + {offset}]" if offset else f"{tail.array}[{index}]"
-            for offset in range(width)
-        ]
-        values += [tail.value(offset, value) for offset, value in enumerate(at)]
-    array = tails[0].array
-    yield f"if {array}[{array[0].lower()}] then return n, {', '.join(values)} end"
-    yield "end"
 
 
 def _slot(match: re.Match[str], first: int) -> Slot:

@@ -89,17 +89,14 @@ class Script:
         except KeyError as missing_key:
             raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
         values = [args[name] for name in names]
+        names = header.tail_names("ARGV")
         for part in tail_args:
-            values += self._unit(part) if isinstance(part, Mapping) else [part]
+            if isinstance(part, Mapping) and part.keys() != set(names):
+                wrong = sorted(part.keys() ^ set(names))
+                raise ScriptError(f"{self.name}.lua: ARGV missing or unknown in a unit: {wrong}")
+            values += [part[name] for name in names] if isinstance(part, Mapping) else [part]
         sent = ["" if value is None else value for value in values]
         return ("EVALSHA", self.sha, len(all_keys), *all_keys, *sent)
-
-    def _unit(self, unit: Mapping[str, Arg]) -> list[Arg]:
-        names = self.header.tail_names("ARGV")
-        if unit.keys() != set(names):
-            wrong = sorted(unit.keys() ^ set(names))
-            raise ScriptError(f"{self.name}.lua: ARGV missing or unknown in a unit: {wrong}")
-        return [unit[name] for name in names]
 
 
 def words_of(code: str) -> list[str]:
@@ -128,17 +125,6 @@ def _link(code: str, shared: Mapping[str, str], linked: dict[str, None]) -> None
             linked[paragraph] = None
 
 
-def _assemble(name: str, text: str, shared: Mapping[str, str]) -> Script:
-    """Join name (first, so that SLOWLOG shows it), functions, checks of the header, and body."""
-    shebang, _, body = text.partition("\n")
-    header = ScriptHeader.parse(text)
-    prologue = header.prologue()
-    linked: dict[str, None] = {}
-    _link(f"{prologue}\n{body}", shared, linked)
-    parts = [f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *linked, prologue, body]
-    return Script(name, "\n".join([shebang, *parts]), header)
-
-
 def sources() -> dict[str, str]:
     """Return the files under `lua/` by name; those with functions are named `shared/<topic>`."""
     lua = resources.files("buffer") / "lua"
@@ -151,9 +137,18 @@ def sources() -> dict[str, str]:
 
 
 def assemble(texts: Mapping[str, str]) -> dict[str, Script]:
+    """Return scripts of name (first, so that SLOWLOG shows it), functions, checks, and body."""
     shared = shared_functions(texts)
-    names = [name for name in sorted(texts) if not name.startswith(_SHARED)]
-    return {name: _assemble(name, texts[name], shared) for name in names}
+    made = {}
+    for name in [name for name in sorted(texts) if not name.startswith(_SHARED)]:
+        shebang, _, body = texts[name].partition("\n")
+        header = ScriptHeader.parse(texts[name])
+        prologue = header.prologue()
+        linked: dict[str, None] = {}
+        _link(f"{prologue}\n{body}", shared, linked)
+        parts = [f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *linked, prologue, body]
+        made[name] = Script(name, "\n".join([shebang, *parts]), header)
+    return made
 
 
 @cache

@@ -52,7 +52,13 @@ class SnapshotLoader:
         self._claim_name()
         try:
             self._write(advance)
-            self._prove(RunLimits.from_meta(meta))
+            context = RunContext(self._store, self.keys, RunLimits.from_meta(meta))
+            totals = Account(context).totals()
+            if not totals.clean:
+                raise SnapshotError(
+                    f"{self._folder}: its account does not add up: {'; '.join(totals.faults)}",
+                    hint="it did not add up when it was saved; nothing was loaded",
+                )
             if files and (self._folder / FILES).is_dir():
                 shutil.copytree(self._folder / FILES, files, dirs_exist_ok=True)
             self._publish(meta)
@@ -130,15 +136,6 @@ class SnapshotLoader:
                 sent, size = [], 0
             advance("keys", done)
         self._store.send("restore", sent)
-
-    def _prove(self, limits: RunLimits) -> None:
-        """Check that what was loaded adds up (I1). Raises SnapshotError."""
-        totals = Account(RunContext(self._store, self.keys, limits)).totals()
-        if not totals.clean:
-            raise SnapshotError(
-                f"{self._folder}: its account does not add up: {'; '.join(totals.faults)}",
-                hint="it did not add up when it was saved; nothing was loaded",
-            )
 
     def _publish(self, meta: dict[str, str]) -> None:
         """Replace the claim by the run's `meta` in one step, unless somebody removed the claim."""

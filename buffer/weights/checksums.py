@@ -67,7 +67,18 @@ class WrittenFiles(dict[str, FileChecksums]):
 
 
 def hash_files(files: Iterable[Path]) -> dict[str, FileChecksums]:
-    return {file.name: _hash_file(file, _part_sizes(file)) for file in files}
+    found = {}
+    for file in files:
+        size = file.stat().st_size
+        try:
+            with file.open("rb") as stream:
+                ends = {span.end for span in read_header(stream).tensors.values()}
+                ends.add(stream.tell())
+        except ValueError:  # not a safetensors file: one part
+            ends = set()
+        edges = [0, *sorted(end for end in ends if 0 < end < size), size]
+        found[file.name] = _hash_file(file, [end - start for start, end in pairwise(edges)])
+    return found
 
 
 def check_file(file: Path, facts: FileChecksums) -> None:
@@ -81,18 +92,6 @@ def check_file(file: Path, facts: FileChecksums) -> None:
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
-
-
-def _part_sizes(file: Path) -> list[int]:
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            ends = {span.end for span in read_header(stream).tensors.values()}
-            ends.add(stream.tell())
-    except ValueError:  # not a safetensors file
-        return [size]
-    edges = [0, *sorted(end for end in ends if 0 < end < size), size]
-    return [end - start for start, end in pairwise(edges)]
 
 
 def _hash_file(file: Path, sizes: Sequence[int]) -> FileChecksums:
@@ -130,8 +129,19 @@ def write_tensors(
     file: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]
 ) -> FileChecksums:
     """Write a safetensors file, and hash each block while the processor's cache still has it."""
-    header = _header(tensors, metadata)
-    parts = [memoryview(header), *(tensor.data for tensor in tensors.values())]
+    data = [tensor.data for tensor in tensors.values()]
+    starts = starts_of([part.nbytes for part in data])
+    entries = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [start, start + tensor.data.nbytes],
+        }
+        for (name, tensor), start in zip(tensors.items(), starts, strict=True)
+    }
+    header = orjson.dumps({"__metadata__": dict(metadata), **entries})
+    header += b" " * (-len(header) % ALIGNMENT)
+    parts = [memoryview(len(header).to_bytes(8, "little") + header), *data]
     sizes = [part.nbytes for part in parts]
     with file.open("xb") as stream, ThreadPoolExecutor(THREADS) as pool:
         write = partial(_write_part, stream.fileno())
@@ -144,21 +154,6 @@ def write_at(descriptor: int, start: int, data: memoryview) -> None:
         written = os.pwrite(descriptor, data, start)
         start += written
         data = data[written:]
-
-
-def _header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
-    sizes = [tensor.data.nbytes for tensor in tensors.values()]
-    entries = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": [start, start + tensor.data.nbytes],
-        }
-        for (name, tensor), start in zip(tensors.items(), starts_of(sizes), strict=True)
-    }
-    text = orjson.dumps({"__metadata__": dict(metadata), **entries})
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_part(descriptor: int, start: int, data: memoryview) -> Part:

@@ -236,7 +236,10 @@ class DeltaSender:
         self._chain.clear()
         known = manifest.files_of((whole / manifest.NAME).read_bytes())
         for name in known:
-            _link(whole / name, folder / name)
+            try:
+                os.link(whole / name, folder / name)  # a second name of the file
+            except OSError:  # the file system cannot
+                shutil.copyfile(whole / name, folder / name)
         return WrittenFiles(known)
 
     def prune(self) -> None:
@@ -252,11 +255,3 @@ class DeltaSender:
         if self._base:
             shutil.rmtree(self._base[0], ignore_errors=True)
         self._transport.close()
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system cannot."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -6,8 +6,10 @@ A version is its manifest, written last, and the chunks of the files that it lis
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from buffer.errors import LostRun, WireError
 from buffer.redis.bounds import BYTES_PER_TRIP, BYTES_PER_VALUE
@@ -49,7 +51,9 @@ class VersionStore:
         number = 0
         for file, _ in _files(record):
             with (folder / file).open("rb") as stream:
-                while chunks := _read_chunks(stream):
+                # the chunks of one round trip; none at the end of the file
+                reads = partial(stream.read, BYTES_PER_VALUE)
+                while chunks := list(islice(iter(reads, b""), _CHUNKS_AT_ONCE)):
                     names = self._chunk_names(label, number, len(chunks))
                     sets = [("SET", name, chunk) for name, chunk in zip(names, chunks, strict=True)]
                     self._store.send("weights", sets)
@@ -106,12 +110,6 @@ def _chunk_count(size: int) -> int:
 def _batches(names: list[str]) -> Iterator[list[str]]:
     for start in range(0, len(names), _CHUNKS_AT_ONCE):
         yield names[start : start + _CHUNKS_AT_ONCE]
-
-
-def _read_chunks(stream: IO[bytes]) -> list[bytes]:
-    """Read the chunks of one round trip; none at the end of the file."""
-    chunks = (stream.read(BYTES_PER_VALUE) for _ in range(_CHUNKS_AT_ONCE))
-    return [chunk for chunk in chunks if chunk]
 
 
 def _files(record: bytes) -> list[tuple[str, int]]:

@@ -212,20 +212,16 @@ class Column:
         """Return the arrays of a document, from the values of its rollouts. Raises WireError."""
         found = [self.parts(value) for value in values]
         if self.per == "rollout":
-            names = sorted({part for own in found for part in own})
-            return {
-                self.at(part): self._of_rollouts([own.get(part) for own in found]) for part in names
-            }
+            lengths = [1] * len(values)
+            found = [
+                {part: np.asarray([own], self.dtype) for part, own in parts.items()}
+                for parts in found
+            ]
         names = sorted({part for own in found for part, array in own.items() if len(array)})
         return {
             self.at(part): self._joined(self.at(part), [own.get(part) for own in found], lengths)
             for part in names
         }
-
-    def _of_rollouts(self, values: Sequence[Any]) -> Array:
-        shape = next(np.shape(value) for value in values if value is not None)
-        without = np.full(shape, self.absent, self.dtype)
-        return np.array([without if value is None else value for value in values], self.dtype)
 
     def _joined(self, at: str, arrays: Sequence[Array | None], lengths: Sequence[int]) -> Array:
         inner = {array.shape[1:] for array in arrays if array is not None and len(array)}
@@ -317,17 +313,12 @@ class Column:
         plain = {part: np.asarray(own).tolist() for part, own in self.parts(value).items()}
         return (plain or None) if self.named else plain.get("")
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The names under which a line of an exported file has the column."""
-        return (self.name,)
-
-    def to_fields(self, value: Any) -> tuple[Any, ...]:
-        """Return a value, or None, for each of `fields`."""
-        return (value,)
+    def to_fields(self, value: Any) -> dict[str, Any]:
+        """Return the fields that a line of an exported file has for a value, or for None."""
+        return {self.name: value}
 
     def of_fields(self, *given: Any) -> Any:
-        """Return the value that `to_fields` has written. Raises ValueError."""
+        """Return the value of the fields of `to_fields`, in their order. Raises ValueError."""
         return None if given[0] is None else self.read(given[0])
 
     def widened(self, array: Array | None, shape: tuple[int, ...]) -> Array:

@@ -7,7 +7,6 @@ without an object per rollout. `states` makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from buffer.wire.document import (
     STATUSES,
     Columns,
     Document,
-    Own,
     Shared,
     optional_of,
     tokens_of,
@@ -37,11 +35,6 @@ UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
 
 _EXPIRED = STATUSES.index(Status.EXPIRED)
-
-
-@cache
-def _status_of(codes: frozenset[int]) -> Status:
-    return group_status(STATUSES[code] for code in codes)
 
 
 GROUP_TIME = "group_time_s"
@@ -122,11 +115,6 @@ class RolloutGroup:
     def shared(self) -> Shared:
         """Return what the rollouts have in common: the prompt, and how they are sampled."""
         return self.head.shared
-
-    @cached_property
-    def own(self) -> dict[int, Own]:
-        """Return what single rollouts have instead or besides, by position."""
-        return dict(self.head.own)
 
     @property
     def states(self) -> list[RolloutState]:
@@ -231,6 +219,11 @@ class RolloutGroup:
             return 0
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
+    def sums(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the sum of a token column, [sum R], over each member, float64[k]."""
+        member = np.repeat(np.arange(len(self)), self.lengths)
+        return np.bincount(member, values, len(self)).astype(np.float64, copy=False)
+
     def _rewards(self, name: str) -> NDArray[np.float32]:
         if name not in self.head.rewards:
             return np.full(len(self), np.nan, "<f4")
@@ -255,11 +248,6 @@ class RolloutGroup:
         return samples
 
     @property
-    def token_limits(self) -> NDArray[np.int32]:
-        """Return `max_tokens` of each rollout, int32[k]."""
-        return np.array([sample.max_tokens for sample in self.samples], "<i4")
-
-    @property
     def errors(self) -> list[str]:
         return sorted({own.error for _, own in self.head.own if own.error})
 
@@ -280,7 +268,10 @@ class RolloutGroup:
     @property
     def roles(self) -> list[str]:
         """Return the role of each member; "" without one."""
-        return [self.own[n].role if n in self.own else "" for n in range(len(self))]
+        roles = [""] * len(self)
+        for n, own in self.head.own:
+            roles[n] = own.role
+        return roles
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
@@ -290,18 +281,14 @@ class RolloutGroup:
         """
         roles = np.array(self.roles)
         if (roles != roles[0]).any():
-            member = np.repeat(np.arange(len(self)), self.lengths)
-            trained = np.bincount(member, self.sampled_mask, len(self)) > 0
+            trained = self.sums(self.sampled_mask) > 0
             if trained.any():
                 return np.isin(roles, roles[trained])
         return np.ones(len(self), np.bool_)
 
     @property
     def status(self) -> Status:
-        return _status_of(frozenset(self.columns["statuses"].tolist()))
-
-    def set_status(self, status: Status) -> None:
-        self._replace("statuses", np.full(len(self), STATUSES.index(status), "u1"))
+        return group_status(STATUSES[code] for code in set(self.columns["statuses"].tolist()))
 
     # -- ages ----------------------------------------------------------------
 
@@ -323,21 +310,16 @@ class RolloutGroup:
 
     def made_by(self, by_token: bool) -> str:
         """Return the weights for scripts: `oldest LINEAGE VERSION,…`, newest and last as well."""
-        if not by_token and (weights := self._only_weights()):
-            return f"oldest {weights[0]} {weights[1]}"
+        rows = self.columns["spans"].tolist() if "spans" in self.columns else []
+        weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
+        expired = _EXPIRED in self.columns["statuses"].tolist()
+        if len(weights) == 1 and not expired and not by_token:
+            ((lineage, version),) = weights
+            return f"oldest {self.head.lineages[lineage]} {version}"
         found = {"oldest": self.oldest_by_lineage(), "newest": self.newest_by_lineage(by_token)}
         if by_token:
             found["last"] = self.last_by_lineage()
         return ages(found)
-
-    def _only_weights(self) -> tuple[str, int] | None:
-        """Return the lineage and version of all tokens; None if they differ or one has expired."""
-        rows = self.columns["spans"].tolist() if "spans" in self.columns else []
-        weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
-        if len(weights) != 1 or _EXPIRED in self.columns["statuses"].tolist():
-            return None
-        ((lineage, version),) = weights
-        return self.head.lineages[lineage], version
 
     def last_by_lineage(self) -> dict[str, int]:
         """Return the newest version that keeps every rollout trainable, by lineage of weights.

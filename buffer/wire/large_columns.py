@@ -1,4 +1,10 @@
-"""Columns of megabytes, which engines record: judges do without, and files may have them."""
+"""Columns of megabytes, which engines record: judges do without, and files may have them.
+
+A value is an array or a `SamplingMask`, or the address of its file. A `LargeColumn` has three more
+methods: `then` returns the value of a sequence of `tokens` with another of `new` tokens behind it
+(`is_read`: whether an engine has read these), `behind` that of a sequence without its `first`
+tokens, and `before` that of its first `end` tokens (None: of all) as context alone.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +14,17 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import WireError
-from buffer.wire.column import Array, Arrays, Column, Layout, Rollout, as_column, read_only
+from buffer.wire.column import Array, Arrays, Column, Layout, Rollout, as_column
 from buffer.wire.sampling_mask import SamplingMask, joined_masks
 
 
-class LargeColumn(Column):
-    """A column of megabytes, recorded by an engine: an array or so, or the address of its file."""
-
-    is_large = True
-
-    def problem(self, value: Any, state: Rollout) -> str:
-        return "" if isinstance(value, str) else self._problem(value, state)
-
-    def _problem(self, value: Any, state: Rollout) -> str:
-        raise NotImplementedError
-
-    def read_only(self, value: Any) -> Any:
-        """Return a view that cannot be written to; an address as it is."""
-        raise NotImplementedError
-
-    def packed(self, value: Any) -> Array:
-        """Return the array that is stored in a file."""
-        raise NotImplementedError
-
-    def then(self, value: Any, tokens: int, more: Any, new: int, *, is_read: bool) -> Any:
-        """Return the value of a sequence of `tokens` with another of `new` tokens behind it.
-
-        `is_read`: whether an engine has read the new ones.
-        """
-        raise NotImplementedError
-
-    def behind(self, value: Any, first: int) -> Any:
-        """Return the value of a sequence without its `first` tokens."""
-        raise NotImplementedError
-
-    def before(self, value: Any, end: int | None) -> Any:
-        """Return the value of a sequence, or its first `end` tokens, as context alone."""
-        raise NotImplementedError
-
-
-class RowsColumn(LargeColumn):
+class RowsColumn(Column):
     """A column with a row for each token that the model read: of prompt and response, but the last.
 
     Parts: `rows`, and `of`, uint8[k]: 1 for a rollout that has rows.
     """
+
+    is_large = True
 
     def layout(self, part: str) -> Layout | None:
         if part == "rows":
@@ -61,10 +34,10 @@ class RowsColumn(LargeColumn):
     def _read(self, value: Any) -> Any:
         return value if isinstance(value, str) else as_column(value, self.dtype)
 
-    def _problem(self, value: Any, state: Rollout) -> str:
+    def problem(self, value: Any, state: Rollout) -> str:
         prompt = 0 if state.prompt_ids is None else len(state.prompt_ids)
         rows = rows_of(prompt, len(state.response_ids))
-        if value.ndim == 1 + self.inner and len(value) == rows:
+        if isinstance(value, str) or (value.ndim == 1 + self.inner and len(value) == rows):
             return ""
         return f"{self.name} has shape {list(value.shape)}, expected {rows} rows"
 
@@ -77,13 +50,6 @@ class RowsColumn(LargeColumn):
             return made if new else value
         return np.concatenate([value, as_column(made[len(value) :], self.dtype)])
 
-    def read_only(self, value: Any) -> Any:
-        return read_only(value) if isinstance(value, np.ndarray) else value
-
-    def packed(self, value: Any) -> Array:
-        packed: Array = value
-        return packed
-
     def then(self, value: Any, tokens: int, more: Any, new: int, *, is_read: bool) -> Any:
         if isinstance(value, np.ndarray) and isinstance(more, np.ndarray):
             return np.concatenate([value, more])
@@ -92,10 +58,8 @@ class RowsColumn(LargeColumn):
     def shifted(self, value: Any, before: int, prompt: int) -> Any:
         return value  # of prompt and response, wherever one ends
 
-    fields = ()  # exported files do without it
-
-    def to_fields(self, value: Any) -> tuple[Any, ...]:
-        return ()
+    def to_fields(self, value: Any) -> dict[str, Any]:
+        return {}  # exported files do without it
 
     def of_fields(self, *given: Any) -> Any:
         return None
@@ -144,11 +108,13 @@ class RowsColumn(LargeColumn):
             raise WireError(f"{at}: {problem}")
 
 
-class RaggedColumn(LargeColumn):
+class RaggedColumn(Column):
     """A column with any number of ids for each response token, its own among them.
 
     Values are `SamplingMask`s. Parts: `counts`, and `ids`, int32[sum of counts].
     """
+
+    is_large = True
 
     def layout(self, part: str) -> Layout | None:
         if part == "ids":
@@ -160,8 +126,8 @@ class RaggedColumn(LargeColumn):
             raise ValueError("not a SamplingMask")
         return value
 
-    def _problem(self, value: Any, state: Rollout) -> str:
-        problem = value.problem(state.response_ids)
+    def problem(self, value: Any, state: Rollout) -> str:
+        problem = "" if isinstance(value, str) else value.problem(state.response_ids)
         return f"{self.name}: {problem}" if problem else ""
 
     def grown(self, value: Any, done: int, made: Any, new: int) -> Any:
@@ -174,20 +140,10 @@ class RaggedColumn(LargeColumn):
         tokens = len(value.counts) if isinstance(value, SamplingMask) else 0
         return self.behind(joined_masks([(None, before), (value, tokens)]), prompt)
 
-    def read_only(self, value: Any) -> Any:
-        return value.read_only() if isinstance(value, SamplingMask) else value
-
-    def packed(self, value: Any) -> Array:
-        packed: Array = value.packed()
-        return packed
-
-    @property
-    def fields(self) -> tuple[str, ...]:
+    def to_fields(self, value: Any) -> dict[str, Any]:
         stem = self.name.removesuffix("_mask")
-        return f"{stem}_counts", f"{stem}_ids"
-
-    def to_fields(self, value: Any) -> tuple[Any, ...]:
-        return (value.counts, value.ids) if isinstance(value, SamplingMask) else (None, None)
+        pair = (value.counts, value.ids) if isinstance(value, SamplingMask) else (None, None)
+        return {f"{stem}_counts": pair[0], f"{stem}_ids": pair[1]}
 
     def of_fields(self, *given: Any) -> Any:
         if not any(own is not None and len(own) for own in given):
@@ -226,6 +182,9 @@ class RaggedColumn(LargeColumn):
             raise WireError(f"at columns: {self.at('counts')} and {self.at('ids')} need each other")
         if problem := SamplingMask(counts, ids).problem(columns["response_ids"]):
             raise WireError(f"at columns.{self.at('ids')}: {self.name} is wrong: {problem}")
+
+
+LargeColumn = RowsColumn | RaggedColumn
 
 
 def rows_of(prompt: int, response: int) -> int:

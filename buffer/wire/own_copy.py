@@ -15,9 +15,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import BaseModel
 
+from buffer.wire.column import read_only
 from buffer.wire.columns import COLUMNS, column_named
-from buffer.wire.large_columns import LargeColumn
 from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling_mask import SamplingMask
 
 T = TypeVar("T")
 
@@ -91,7 +92,11 @@ def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
 
 def _own_column(name: str, value: Any) -> Any:
     column = column_named(name)
-    return column.read_only(value) if isinstance(column, LargeColumn) else own_copy(value)
+    if column is None or not column.is_large:
+        return own_copy(value)
+    if isinstance(value, SamplingMask):
+        return SamplingMask(read_only(value.counts), read_only(value.ids))
+    return read_only(value) if isinstance(value, np.ndarray) else value
 
 
 def readers_copy(value: Any) -> Any:

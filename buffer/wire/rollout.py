@@ -212,18 +212,18 @@ class RolloutState(BaseModel):
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
         """Append tokens that the model did not sample: mask 0, logprob 0, no span."""
-        mask = self.response_mask
-        if mask is None:
-            mask = np.ones(len(self.response_ids), "u1")
+        mask = self.whole_mask()
         self.append(token_ids, np.zeros(len(token_ids), "<f4"), ())
         self.response_mask = np.concatenate([mask, np.zeros(len(token_ids), "u1")])
 
+    def whole_mask(self) -> NDArray[np.uint8]:
+        """Return which response tokens are trained, uint8[R]; without a mask, all are."""
+        mask = self.response_mask
+        return np.ones(len(self.response_ids), "u1") if mask is None else mask
+
     def turns(self) -> list[slice]:
         """Return the model's turns in the response: its runs of trained tokens."""
-        mask = self.response_mask
-        if mask is None:
-            mask = np.ones(len(self.response_ids), "u1")
-        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
+        edges = np.flatnonzero(np.diff(self.whole_mask(), prepend=0, append=0)).tolist()
         return [slice(edges[n], edges[n + 1]) for n in range(0, len(edges), 2)]
 
     def reward_turn(self, turn: slice, reward: float) -> None:

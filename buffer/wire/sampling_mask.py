@@ -33,12 +33,6 @@ class SamplingMask(Struct, frozen=True, eq=False):
         counts = self.counts[tokens]
         return SamplingMask(counts, self.ids[before : before + int(counts.sum(dtype=np.int64))])
 
-    def read_only(self) -> SamplingMask:
-        """Return a view that cannot be written to."""
-        mask = SamplingMask(self.counts.view(), self.ids.view())
-        mask.counts.flags.writeable = mask.ids.flags.writeable = False
-        return mask
-
     def problem(self, response_ids: Ints) -> str:
         """Return why this cannot be the mask of a response; "" if it can."""
         if len(self.counts) != len(response_ids):
@@ -84,11 +78,6 @@ class SamplingMask(Struct, frozen=True, eq=False):
 
 RecordedMask = SamplingMask | str | None
 """A mask, the address of its file, or None where no token has a restriction."""
-
-
-def part_of(mask: RecordedMask, first: int) -> RecordedMask:
-    """Return the mask without its first tokens; a file's stays, as it counts from the last one."""
-    return mask.part(slice(first, None)) if isinstance(mask, SamplingMask) else mask
 
 
 def joined_masks(parts: Iterable[tuple[RecordedMask, int]]) -> RecordedMask:

@@ -56,20 +56,14 @@ class Seal:
             for name, crc in self._replaced.items():
                 if isal_zlib.crc32(self._known[name]) != crc:
                     names.append(name)
-        return ", ".join(names) or self._changed_in_head()
-
-    def _changed_in_head(self) -> str:
-        found = _sum_of(self._head)
+        if names:
+            return ", ".join(names)
         if self._head_sum is None:
-            self._head_sum = _sum_of(read(self._data))
-        if found == self._head_sum:
+            self._head_sum = isal_zlib.crc32(_packed(_fields(read(self._data))))
+        if isal_zlib.crc32(_packed(_fields(head))) == self._head_sum:
             return ""
-        pairs = zip(_FIELDS, _fields(self._head), _fields(read(self._data)), strict=True)
+        pairs = zip(_FIELDS, _fields(head), _fields(read(self._data)), strict=True)
         return ", ".join(name for name, now, then in pairs if _packed(now) != _packed(then))
-
-
-def _sum_of(head: Head) -> int:
-    return isal_zlib.crc32(_packed(_fields(head)))
 
 
 def _packed(value: Any) -> bytes:

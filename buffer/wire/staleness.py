@@ -79,11 +79,8 @@ class AgeLimit:
 
     def is_too_old(self, state: RolloutState) -> bool:
         versions = [self._living(span) for span in state.spans if span.length]
-        if self.lag is not None:
-            mask = state.response_mask
-            whole = np.ones(len(state.response_ids), "u1") if mask is None else mask
-            if last := last_trained(whole, state.spans):
-                versions.append(self._living(last) - self.lag)
+        if self.lag is not None and (last := last_trained(state.whole_mask(), state.spans)):
+            versions.append(self._living(last) - self.lag)
         return min(versions, default=self.cut) < self.cut
 
     def _living(self, span: VersionSpan) -> int:

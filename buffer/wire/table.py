@@ -42,13 +42,7 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     lineages, spans = _spans(states)
     mask = None
     if any(state.response_mask is not None for state in states):
-        masks = [state.response_mask for state in states]
-        mask = np.concatenate(
-            [
-                np.ones(n, "u1") if own is None else own
-                for own, n in zip(masks, lengths, strict=True)
-            ]
-        )
+        mask = np.concatenate([state.whole_mask() for state in states])
     columns = {
         "spans": spans,
         "rewards": rewards,
@@ -140,6 +134,8 @@ def _spans(states: Sequence[RolloutState]) -> tuple[list[str], NDArray[np.int64]
 
 
 _SHARED = ("messages", "data_source", "ground_truth", "extra", "tools", "tool_choice", "multimodal")
+_OWN: dict[str, Any] = {"session_id": None, "role": "", "error": None, "tool_calls": []}
+"""Fields that each rollout has for itself, and their defaults, which documents leave out."""
 
 
 def _texts(
@@ -150,7 +146,11 @@ def _texts(
     common = _encoded(first)
     own = []
     for n, state in enumerate(states):
-        fields = _own_values(state)
+        fields: dict[str, Any] = {
+            name: own_copy(value)
+            for name, default in _OWN.items()
+            if (value := getattr(state, name)) != default
+        }
         if n in files:
             fields["files"] = files[n]
         values = _shared_values(state) if n else first
@@ -177,19 +177,6 @@ def _encoded(value: Any) -> bytes | None:
         return encode_value(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-
-
-def _own_values(state: RolloutState) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if state.session_id is not None:
-        fields["session_id"] = state.session_id
-    if state.role:
-        fields["role"] = state.role
-    if state.error is not None:
-        fields["error"] = state.error
-    if state.tool_calls:
-        fields["tool_calls"] = own_copy(state.tool_calls)
-    return fields
 
 
 # -- rollouts ------------------------------------------------------------

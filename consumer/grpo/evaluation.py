@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
 from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
@@ -80,21 +79,17 @@ def _measure(groups: Sequence[RolloutGroup], failed: int) -> dict[str, float]:
     scores = [np.nan_to_num(group.scores[group.in_training], nan=0.0) for group in groups]
     column = np.concatenate(scores)
     metrics = {"accuracy": float((column >= FULL_SCORE).mean()), "score": float(column.mean())}
-    answered = len(groups) / (len(groups) + failed)
-    return {name: value * answered for name, value in (metrics | _pass_at(scores)).items()}
-
-
-def _pass_at(scores: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     smallest = min(len(group) for group in scores)
-    if smallest < 2:
-        return {}
-    counts = [(len(group), int((group < FULL_SCORE).sum())) for group in scores]
-    metrics = {}
-    for k in (2**exponent for exponent in range(smallest.bit_length())):
-        # of k rollouts, drawn without replacement, one is right
-        found = [1.0 - comb(wrong, k) / comb(size, k) for size, wrong in counts]
-        metrics[f"pass@{k}"] = float(np.mean(found))
-    return metrics | {"avg_pass@k": sum(metrics.values()) / len(metrics)}
+    if smallest > 1:
+        counts = [(len(group), int((group < FULL_SCORE).sum())) for group in scores]
+        pass_at = {}
+        for k in (2**exponent for exponent in range(smallest.bit_length())):
+            # of k rollouts, drawn without replacement, one is right
+            found = [1.0 - comb(wrong, k) / comb(size, k) for size, wrong in counts]
+            pass_at[f"pass@{k}"] = float(np.mean(found))
+        metrics |= pass_at | {"avg_pass@k": sum(pass_at.values()) / len(pass_at)}
+    answered = len(groups) / (len(groups) + failed)
+    return {name: value * answered for name, value in metrics.items()}
 
 
 class EvaluationPlan:

@@ -75,7 +75,7 @@ class Trainer:
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0  # step of the newest weights that are published or begun
         self._lengths = LengthCounts()  # of the responses that were taken
-        self._unchecked_roles = dict(config.train_roles)
+        self._unchecked_roles = dict(config.train_roles)  # of tasks without a batch so far
         self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
@@ -168,7 +168,10 @@ class Trainer:
             train_started = time.monotonic()
             metrics, columns = self.rank.fit(step, groups=batch.groups)
             self.consumer.delivered.clear()  # every rank has compared its own
-            self._check_roles(columns)
+            for problem in columns.missing_roles(self._unchecked_roles):
+                log.error(problem)
+            for gid in columns.gids:
+                self._unchecked_roles.pop(split_group_id(gid)[0], None)
             timing.train = time.monotonic() - train_started
             interval = self._config.policy.sync_weights_interval
             is_too_old = self._is_too_old(self._newest_weights, step + 1)
@@ -235,13 +238,6 @@ class Trainer:
             finally:
                 if not self.rank.orders.is_in_order:
                     self.rank.sleep()
-
-    def _check_roles(self, batch: BatchColumns) -> None:
-        """Report names of `train_roles` that no rollout has, at the first batch of each task."""
-        for problem in batch.missing_roles(self._unchecked_roles):
-            log.error(problem)
-        for gid in batch.gids:
-            self._unchecked_roles.pop(split_group_id(gid)[0], None)
 
     def _step_metrics(
         self, manifest: Manifest, batch: BatchColumns, timing: Timing

@@ -58,7 +58,12 @@ class EvaluationRound:
         self.version = run.control.state().weights.version
         self._step = 0
         account = self._account()
-        self._draws = self._left_draws(account) or self._next_draws(account)
+        # another trainer may not have finished an evaluation of this size
+        draws = range(int(run.progress(task).get("begins", 0)), account.target)
+        steps = run.evaluations.steps()
+        is_taken = steps.taken > steps.committed
+        is_left = is_taken or account.completed or _is_open(account, draws)
+        self._draws = draws if is_left and len(draws) == count else self._next_draws(account)
         self._request(account)
 
     def finish(self, options: WaitOptions, *, allows_newer: bool) -> Evaluated:
@@ -79,14 +84,6 @@ class EvaluationRound:
     def _account(self) -> TaskAccount:
         tasks = self._run.account.totals().tasks
         return next(account for account in tasks if account.task == self.task)
-
-    def _left_draws(self, account: TaskAccount) -> range | None:
-        """Return the draws of an evaluation of this size that another trainer did not finish."""
-        draws = range(int(self._run.progress(self.task).get("begins", 0)), account.target)
-        steps = self._run.evaluations.steps()
-        is_taken = steps.taken > steps.committed
-        is_left = is_taken or account.completed or _is_open(account, draws)
-        return draws if is_left and len(draws) == self._count else None
 
     def _next_draws(self, account: TaskAccount) -> range:
         first = max(account.cursor, account.target)

@@ -28,14 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from buffer.errors import (
-    CheckpointNow,
-    ConfigError,
-    Fenced,
-    GroupChanged,
-    RankLost,
-    StepFailed,
-)
+from buffer.errors import CheckpointNow, ConfigError, Fenced, GroupChanged, RankLost, StepFailed
 from consumer.handle.batch import Stopped
 
 P = ParamSpec("P")

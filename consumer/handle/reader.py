@@ -37,8 +37,17 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     """
     bounds = group.bounds
     largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
-    if bounds.largest_id > largest:
-        _name_id(group, largest)
+    for name in ids_of(group.columns) if bounds.largest_id > largest else ():
+        ids = group.columns[name]
+        # as unsigned numbers, negative ids are beyond any vocabulary
+        wrong = ids.view(np.uint32) > largest
+        if wrong.any():
+            position = int(wrong.argmax())
+            raise WireError(
+                f"the token id {int(ids.flat[position])} in {name}, at {position}, is not in the "
+                f"model's vocabulary of {largest + 1}",
+                hint="let workers and trainer use the same model and tokenizer",
+            )
     if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
         return
     logprobs = group.logprobs
@@ -53,20 +62,6 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
             hint="submit the natural log of the probability with which each token was sampled, "
             "and mask 0 for tokens that were not sampled",
         )
-
-
-def _name_id(group: RolloutGroup, largest: int) -> None:
-    for name in ids_of(group.columns):
-        ids = group.columns[name]
-        # as unsigned numbers, negative ids are beyond any vocabulary
-        wrong = ids.view(np.uint32) > largest
-        if wrong.any():
-            position = int(wrong.argmax())
-            raise WireError(
-                f"the token id {int(ids.flat[position])} in {name}, at {position}, is not in the "
-                f"model's vocabulary of {largest + 1}",
-                hint="let workers and trainer use the same model and tokenizer",
-            )
 
 
 Known = Mapping[PayloadRef, RolloutGroup]  # groups that were read ahead
@@ -183,26 +178,22 @@ class Prefetcher:
     def _read_ahead(self) -> None:
         while self._is_active.wait() and not self._closed.is_set():
             try:
-                self._read_ready()
+                wanted = [
+                    entry.payload
+                    for task, count in self._counts.items()
+                    for entry in (self._run.buffer.peek(count, task) if count > 0 else ())
+                ]
+                for refs in self._missing(wanted):
+                    groups = self._run.buffer.read_many(refs)
+                    with self._lock:
+                        if not self._is_active.is_set():
+                            break
+                        self._held.update(zip(refs, groups, strict=True))
+                    self.read += len(refs)
             except RolloutMQError as error:
                 # a group may have left the pool; the take reports errors that matter
                 log.debug("not prefetched: %s", error)
             self._closed.wait(POLL_S)
-
-    def _read_ready(self) -> None:
-        asked = {task: count for task, count in self._counts.items() if count > 0}
-        wanted = [
-            entry.payload
-            for task, count in asked.items()
-            for entry in self._run.buffer.peek(count, task)
-        ]
-        for refs in self._missing(wanted):
-            groups = self._run.buffer.read_many(refs)
-            with self._lock:
-                if not self._is_active.is_set():
-                    return
-                self._held.update(zip(refs, groups, strict=True))
-            self.read += len(refs)
 
     def _missing(self, wanted: list[PayloadRef]) -> list[list[PayloadRef]]:
         """Return what to read, in slices, after forgetting groups that are not wanted any more."""

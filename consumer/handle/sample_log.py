@@ -63,7 +63,8 @@ class SampleLog:
     def steps(self) -> tuple[int, int] | None:
         """Return the first and the last step of the log; None if it is empty."""
         files = sample_files(self._run_dir)
-        last = next((step for file in reversed(files) if (step := _last_step(file))), None)
+        ends = (max(map(_step_of, _lines(file)), default=0) for file in reversed(files))
+        last = next(filter(None, ends), None)
         return (min(file.first for file in files), last) if last else None
 
     def read(self, step: int) -> list[Sample]:
@@ -94,10 +95,6 @@ class SampleLog:
         trained = (step.step for step in reversed(steps) if gid in step.gids)
         samples = self.read(next(trained, 0))
         return next((sample for sample in samples if sample["gid"] == gid), None)
-
-
-def _last_step(file: SampleFile) -> int:
-    return max((_step_of(line) for line in _lines(file)), default=0)
 
 
 def _step_of(line: bytes) -> int:

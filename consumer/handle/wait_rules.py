@@ -96,7 +96,7 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
     state = run.control.state()
     refusals = run.fleet.refusals(state.weights)
     accounts = _short_accounts(run, answer)
-    stops = {task: run.task_stops.of(task) for task in _short_tasks(answer)}
+    stops = {each.task: run.task_stops.of(each.task) for each in accounts}
     return WaitReason(
         **asdict(answer),
         started={each.task: (each.waiting, each.running) for each in accounts},
@@ -107,12 +107,8 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
     )
 
 
-def _short_tasks(answer: NotReady) -> list[str]:
-    return [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
-
-
 def _short_accounts(run: Run, answer: NotReady) -> list[TaskAccount]:
-    short = _short_tasks(answer)
+    short = {task for task, (ready, wanted) in answer.missing.items() if ready < wanted}
     return [account for account in run.account.totals().tasks if account.task in short]
 
 
@@ -157,7 +153,7 @@ class BatchOutlook:
         Raises TaskStopped for a stopped task if that is final (I11), NoBatch if all have ended.
         """
         wanted = dict(counts)
-        stops: dict[str, TaskStop] = {}
+        stopped = []
         for task, (ready, _) in answer.missing.items():
             if ready >= counts[task]:
                 continue
@@ -165,26 +161,22 @@ class BatchOutlook:
             if stop.is_enough_for(self._step):
                 wanted[task] = ready
             if stop.is_stopped:
-                stops[task] = stop
+                if self._stops_are_final:
+                    hint = f"{stop.fix(task)}, or start `rolloutmq run` again"
+                    raise TaskStopped(stop.describe(task), hint=hint)
+                if task not in self._stopped:
+                    log.error("the trainer waits: %s; %s", stop.describe(task), stop.fix(task))
+                stopped.append(task)
             elif not any(wanted.values()):
                 raise NoBatch(
                     f"step {self._step} cannot be served: no group is ready, and {stop.reason} "
                     f"ended task {task}",
                     hint="let should_continue_fn return True while no group is completed",
                 )
-        self._note_stops(stops)
+        if stopped or self._stopped:  # another wait of this process may have told of its own
+            self._work.wait_for(stopped)
+        self._stopped = stopped
         return wanted
-
-    def _note_stops(self, stops: Mapping[str, TaskStop]) -> None:
-        for task, stop in stops.items():
-            if self._stops_are_final:
-                hint = f"{stop.fix(task)}, or start `rolloutmq run` again"
-                raise TaskStopped(stop.describe(task), hint=hint)
-            if task not in self._stopped:
-                log.error("the trainer waits: %s; %s", stop.describe(task), stop.fix(task))
-        if stops or self._stopped:  # another wait of this process may have told of its own
-            self._work.wait_for([*stops])
-        self._stopped = list(stops)
 
     def close(self) -> None:
         """End the wait."""
@@ -206,7 +198,11 @@ class BatchOutlook:
         self._raise_if_gone(holder)
         self._raise_if_refused(state)
         if self._trains and not answer.awaits_stragglers:
-            self._raise_if_expired(state, answer)
+            status = batch_status(state, self._step, self._run.limits)
+            if status is ProduceBatchStatus.EXPIRED_BATCH:
+                limit, setting = self._run.limits.limit_of(self._step)
+                reason = f"{setting} lets one version start groups for {limit} steps only"
+                raise self._expired(state, reason, answer)
             self._raise_if_exhausted(state, answer, holder)
 
     def _raise_if_gone(self, holder: RoleHolder) -> None:
@@ -249,12 +245,6 @@ class BatchOutlook:
                 command_hint=hint,
             )
 
-    def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
-        if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
-            limit, setting = self._run.limits.limit_of(self._step)
-            reason = f"{setting} lets one version start groups for {limit} steps only"
-            raise self._expired(state, reason, answer)
-
     def _raise_if_exhausted(
         self, state: ControlState, answer: NotReady, holder: RoleHolder
     ) -> None:
@@ -278,10 +268,15 @@ class BatchOutlook:
         if state.weights.version < self._step - 1:
             reason = "all groups that they may generate are generated"
             raise self._expired(state, reason, answer)
+        rows = []
+        for task in accounts:
+            numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}
+            counts = ", ".join(f"{name} {n}" for name, n in (numbers | task.stages).items() if n)
+            rows.append(f"{task.task}: {counts}")
         raise NoBatch(
             f"step {self._step} cannot be served: {answer}, none waits or runs, the producer "
             f"starts none, and there are no weights newer than {state.weights} to continue with; "
-            f"{_counters(accounts)}",
+            f"{'; '.join(rows)}",
             hint="take at most the groups of [plan] batch_size and steps, shared by task weights; "
             "see `rolloutmq doctor`",
         )
@@ -292,12 +287,3 @@ class BatchOutlook:
             f"({answer})",
             hint=f"publish the weights of step {self._step - 1}, then take step {self._step} again",
         )
-
-
-def _counters(tasks: list[TaskAccount]) -> str:
-    rows = []
-    for task in tasks:
-        numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}
-        counts = ", ".join(f"{name} {n}" for name, n in (numbers | task.stages).items() if n)
-        rows.append(f"{task.task}: {counts}")
-    return "; ".join(rows)

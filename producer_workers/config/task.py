@@ -58,7 +58,7 @@ _BUILT_IN = {
     RUNS_PROGRAMS: NamedJudge(
         f"{_FUNCTIONS}:python_tests",
         "the tests that a program passes, in `judging.sandbox`",
-        "producer_workers.judges.programs:tests_of",
+        f"{_FUNCTIONS}:tests_of",
         is_unsafe=True,
     ),
 }

@@ -7,6 +7,7 @@ them into held-out, training and warm start. A copy of the section finds them ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +48,9 @@ def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     made_of = {"format": _FORMAT, **section.model_dump(mode="json")}
     mark = out_dir / "problems.json"
     is_whole = all(file.exists() for file, size in zip(files, sizes, strict=True) if size)
-    if is_whole and _read(mark) == made_of:
-        return files
+    with suppress(OSError, ValueError):
+        if is_whole and orjson.loads(mark.read_bytes()) == made_of:
+            return files
     found = _collect(section)
     order = (permute(n, len(found), f"{section.seed}:deal") for n in range(len(found)))
     problems = [found[n] for n in order]
@@ -58,13 +60,6 @@ def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
         _replace(path, [problems.pop() for _ in range(size)])
     _replace(mark, [orjson.dumps(made_of)])
     return files
-
-
-def _read(mark: Path) -> Any:
-    try:
-        return orjson.loads(mark.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _replace(path: Path, lines: Sequence[bytes]) -> None:
@@ -117,18 +112,15 @@ def _line(section: ReasoningGymSection, entry: Mapping[str, Any]) -> bytes | Non
         raise ConfigError(
             f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}"
         ) from error
-    return line if entry["answer"] is None or _solves_itself(section.name, line) else None
-
-
-def _solves_itself(name: str, line: bytes) -> bool:
-    record = orjson.loads(line)
-    question = record["messages"][0]["content"]
-    answer = record["ground_truth"]
-    extra = record["extra"]
+    if entry["answer"] is None:
+        return line
+    read = orjson.loads(line)  # as a judge reads it
+    answer = read["ground_truth"]
     try:
-        return score_entry(name, answer, question, answer, extra) == 1.0
+        score = score_entry(section.name, answer, entry["question"], answer, read["extra"])
     except (ArithmeticError, LookupError, TypeError, ValueError):
-        return False
+        return None
+    return line if score == 1.0 else None
 
 
 def _entries(section: ReasoningGymSection) -> Iterator[dict[str, Any]]:

@@ -94,6 +94,18 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
             )
 
 
+class ModelCheck:
+    """Checks headers of whole weights against a model, whose own files it reads (WeightsError)."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.shapes = read_shapes(model_dir)
+        self._tied_head = has_tied_head(model_dir)
+
+    def check(self, folder: Path) -> None:
+        """Raise WeightsError unless `folder` holds the same tensors."""
+        check_same_tensors(self.shapes, read_shapes(folder), folder, tied_head=self._tied_head)
+
+
 def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         size = file.stat().st_size

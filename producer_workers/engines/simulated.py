@@ -259,7 +259,11 @@ class SimulatedEngine:
         self._requests += 1
         config = self._config
         if config.die_after is not None and self._requests > config.die_after:
-            self._die()
+            self._state = "dead, as configured by die_after"
+            for run in self._all():
+                if not run.result.done():
+                    run.result.set_exception(self._death())
+            raise self._death()
         if config.fail_every and self._requests % config.fail_every == 0:
             raise GenerationError(f"request {request_id} failed, as configured by fail_every")
 
@@ -297,14 +301,6 @@ class SimulatedEngine:
             token_s,
             asyncio.get_running_loop().create_future(),
         )
-
-    def _die(self) -> None:
-        """End all requests. Raises EngineDeadError."""
-        self._state = "dead, as configured by die_after"
-        for run in self._all():
-            if not run.result.done():
-                run.result.set_exception(self._death())
-        raise self._death()
 
     def _death(self) -> EngineDeadError:
         return EngineDeadError(f"the simulated engine is {self._state}")

@@ -14,6 +14,7 @@ from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import RUNS_PROGRAMS, JudgeSpec, JudgingSection, named_judges
+from producer_workers.http_client import Service
 from producer_workers.judges.judge import (
     BareJudge,
     FunctionJudge,
@@ -22,7 +23,6 @@ from producer_workers.judges.judge import (
     take_columns,
 )
 from producer_workers.user_code.border import check_answer, is_marked_inline
-from producer_workers.user_code.http_request import Service
 from producer_workers.user_code.sandbox import check_sandbox
 
 
@@ -125,20 +125,19 @@ class ComposedJudge(Judge):
         )
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        judges = self._judges_of(states[0].data_source)  # a group has one data source
+        source = states[0].data_source  # a group has one
+        fitting = (self._branches[key] for key in self._branches if fnmatchcase(source or "", key))
+        judges = next(fitting, None)
+        if judges is None:
+            known = ", ".join(self._branches)
+            raise JudgeError(
+                f"no judge for data source {source!r}",
+                hint=f'known: {known}; "*" fits every source',
+            )
         columns = await asyncio.gather(*(judge.judge_group(states) for judge, _ in judges))
         weights = [weight for _, weight in judges]
         names = [judge.name for judge, _ in judges]
         return [_sum(names, weights, rewards) for rewards in zip(*columns, strict=True)]
-
-    def _judges_of(self, source: str | None) -> Weighted:
-        for pattern, judges in self._branches.items():
-            if fnmatchcase(source or "", pattern):
-                return judges
-        known = ", ".join(self._branches)
-        raise JudgeError(
-            f"no judge for data source {source!r}", hint=f'known: {known}; "*" fits every source'
-        )
 
 
 def _sum(

@@ -38,8 +38,7 @@ class Closes(Protocol):
 class _Call:
     """A call that has begun. `interrupted` is resolved to end it."""
 
-    def __init__(self, name: str, grace_s: float) -> None:
-        self.name = name
+    def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
         self.began_s = time.monotonic()
         self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -97,7 +96,7 @@ class WatchedJudges:
         """
         if self._is_ending:
             raise JudgeInterrupted(f"the worker leaves: {what} is not called")
-        running = _Call(what, grace_s)
+        running = _Call(grace_s)
         self._calls.add(running)
         work = asyncio.ensure_future(outcome_of(call))
         try:

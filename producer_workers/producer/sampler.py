@@ -15,9 +15,9 @@ from buffer.wire import group_bytes
 from buffer.wire.group import AGENT_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
-from producer_workers.agent_loops.control_tokens import ControlTokens
 from producer_workers.agent_loops.tokenizer import (
     BYTES_PER_TOKEN,
+    ControlTokens,
     Tokenizer,
     encode_chat,
     with_system_prompt,

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol
+from typing import Any, Protocol
 
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
 from buffer.wire.staleness import last_step_for
+from producer_workers.user_code.border import Border, Rules
+from producer_workers.user_code.process_function import BlockingCall, call_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,35 @@ Once it returns False, the next batch is made of the ready groups.
 """
 
 
+LIMIT_S = 30.0  # no group is started before the decision is made
+
+MEMORY_MB = 4096
+
+
+class ContinueBorder(Border):
+    def call(self, function: Any, *arguments: Any) -> Any:
+        completed, wanted, progress = arguments
+        return function(completed, wanted, progress=progress)
+
+    def check(self, name: str, result: Any, *arguments: Any) -> bool:
+        return bool(result)
+
+
+CONTINUE = ContinueBorder(tuple[int, int, TaskProgress])
+
+
+def continue_call(spec: str, function: Callable[..., Any]) -> ShouldContinue:
+    """Return what calls a user's `should_continue_fn`, from a thread of the producer."""
+    what = f"should_continue_fn {spec!r}"
+    rules = Rules(what=what, name=spec, limit_s=LIMIT_S, limit_key="", memory_mb=MEMORY_MB)
+    call = BlockingCall(call_of(function, f"{__name__}:CONTINUE", rules, path=spec))
+
+    def should_continue(completed: int, wanted: int, *, progress: TaskProgress) -> bool:
+        return bool(call(completed, wanted, progress))
+
+    return should_continue
+
+
 @dataclass(frozen=True, slots=True)
 class SyncProduceStrategy:
     """Produces the batches that M serves, T <= M + sync_weights_interval; drops expired groups."""
@@ -155,7 +186,7 @@ class AsyncProduceStrategy:
         return self.limits.mix().groups_until(self.task, last) + self._surplus(last)
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        trigger = self.limits.of(self.task).tail_batch_trigger_size
+        trigger = self.limits.setting(self.task, "tail_batch_trigger_size")
         last = self._last_step(context.state.weights.version)
         surplus = self._surplus(last)
         needed = self.target(context.state.weights.version) - surplus - context.shortfall
@@ -182,7 +213,8 @@ class AsyncProduceStrategy:
         if last >= self.limits.steps:
             return 0
         share = self.limits.mix().shares(last)[self.task]
-        return ceil(self.limits.of(self.task).over_sample_threshold * share)
+        more: float = self.limits.setting(self.task, "over_sample_threshold")
+        return ceil(more * share)
 
 
 class EvaluationStrategy:

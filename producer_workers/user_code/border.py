@@ -225,7 +225,10 @@ class RolloutBorder(Border):
 
     def check(self, name: str, result: Any, *arguments: Any) -> Any:
         if self._shape == "filter":
-            return check_verdict(name, result)
+            if not isinstance(result, Number):
+                what = type(result).__name__
+                raise JudgeError(f"{name} returned {what}", hint="return True or False")
+            return bool(result)
         if self._shape == "group":
             return check_answers(name, result, len(arguments[0]))
         return [check_answer(name, result)]
@@ -248,13 +251,6 @@ TURN_REWARDS = "turn_rewards"  # beside a reward: a number for each turn of the 
 
 
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")  # cannot be written as UTF-8
-
-
-def check_verdict(what: str, result: Any) -> bool:
-    """Return `result` of a filter of groups as a bool. Raises JudgeError."""
-    if not isinstance(result, Number):
-        raise JudgeError(f"{what} returned {type(result).__name__}", hint="return True or False")
-    return bool(result)
 
 
 def check_reward(name: str, result: Any) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 The program sees its interpreter, packages and system libraries, read-only, and a limited /tmp. It
 has namespaces of its own, no network, environment, /proc or capabilities, and no devices but null,
-zero, random and urandom. See `syscall_filter` for the rest.
+zero, random and urandom. `filter_program` refuses system calls.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ _WEAK = 'or accept less protection with sandbox = "weak" (see SECURITY.md)'
 
 def caged(program: IO[bytes], rules: IO[bytes], disk_mb: int) -> list[str]:
     """Return the command for `program` with the seccomp filter `rules`; it inherits both files."""
+    readable = dict.fromkeys([*_LIBRARIES, sys.base_prefix, sys.prefix])
     return [
-        *_command(),
+        *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"),
+        *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *("--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox", "--setenv", "HOME", "/tmp"),
         *("--size", str(_ROOT_BYTES), "--tmpfs", "/"),
         # before the interpreter, which may lie below /tmp
         *("--size", str(disk_mb << 20), "--tmpfs", "/tmp"),
-        *_binds(),
+        *(word for path in readable for word in ("--ro-bind-try", path, path)),
+        *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
         *("--dir", "/dev", "--symlink", "/tmp", "/dev/shm"),
         *("--ro-bind-data", str(program.fileno()), _PROGRAM),
         *("--remount-ro", "/", "--chdir", "/tmp"),
@@ -80,41 +84,20 @@ def check_bubblewrap() -> None:
             timeout=30,
         )
     if tried.returncode:
-        reason = tried.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
-        raise SandboxUnavailable(
-            f"programs of a model run in bubblewrap, which fails here: {reason[0]}",
-            hint=_hint(reason[0]),
+        lines = tried.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else "no reason"
+        hint = (
+            "permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
+            f"seccomp profile that allows unshare and mount), {_WEAK}"
         )
-
-
-def _hint(reason: str) -> str:
-    """Return what to do about the last line of bubblewrap's output."""
-    if "execvp" in reason or "error while loading" in reason:
-        return (
-            f"the interpreter {sys.executable} needs files outside of {sys.prefix}, "
-            f"{sys.base_prefix} and the system's libraries: use a Python that is in one place, "
-            f"{_WEAK}"
-        )
-    return (
-        "permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
-        f"seccomp profile that allows unshare and mount), {_WEAK}"
-    )
-
-
-def _command() -> tuple[str, ...]:
-    return (
-        *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"),
-        *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
-        *("--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox", "--setenv", "HOME", "/tmp"),
-    )
-
-
-@functools.cache
-def _binds() -> tuple[str, ...]:
-    interpreter = dict.fromkeys([*_LIBRARIES, sys.base_prefix, sys.prefix])
-    folders = [word for path in interpreter for word in ("--ro-bind-try", path, path)]
-    devices = [word for path in _DEVICES for word in ("--dev-bind", path, path)]
-    return (*folders, *devices)
+        if "execvp" in reason or "error while loading" in reason:
+            hint = (
+                f"the interpreter {sys.executable} needs files outside of {sys.prefix}, "
+                f"{sys.base_prefix} and the system's libraries: use a Python that is in one place, "
+                f"{_WEAK}"
+            )
+        what = f"programs of a model run in bubblewrap, which fails here: {reason}"
+        raise SandboxUnavailable(what, hint=hint)
 
 
 class Machine(NamedTuple):

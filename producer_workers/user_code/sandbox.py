@@ -1,9 +1,9 @@
 """Run a Python program that a model wrote, in a sandbox.
 
-bubblewrap: the program sees nothing but its interpreter; see `bubblewrap` and `syscall_filter`.
+bubblewrap: the program sees nothing but its interpreter; see `bubblewrap`.
 weak: a process with limits, without a network if the kernel permits `unshare`; it reads and writes
 what its user may, the environments of that user's processes too.
-A URL: a service runs it; see `external_sandbox`.
+A URL: a service runs it; see `run_at`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,9 +32,8 @@ from buffer.errors import AnswerTooLong, ConfigError, JudgeError, SandboxUnavail
 from buffer.imports import import_extra
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
 from producer_workers.follow_owner import kill_session
-from producer_workers.http_client import LONGEST_ANSWER
+from producer_workers.http_client import LONGEST_ANSWER, Service
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
-from producer_workers.user_code.http_request import Service
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -136,7 +135,8 @@ def run_program(
     check_sandbox(sandbox)
     start = _start_weakly if sandbox == WEAK else _start_caged
     with file_of(stdin.encode()) as given, start(program, limits) as how:
-        process = subprocess.Popen(
+        outputs = [bytearray(), bytearray()]
+        with subprocess.Popen(
             [*_limited(limits), *how.command],
             cwd=how.folder,
             env=how.environment,
@@ -145,8 +145,13 @@ def run_program(
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )
-        return _outcome(process, limits)
+        ) as process:
+            try:
+                problem = _read(process, outputs, time.monotonic() + limits.time_s, limits)
+            finally:
+                kill_session(process.pid)  # with its children
+    stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
+    return ProgramResult(None if problem else process.returncode, stdout, stderr, problem)
 
 
 @contextmanager
@@ -180,25 +185,6 @@ def _limited(limits: Limits) -> list[str]:
         _, hard = resource.getrlimit(limit)
         command.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
     return [*command, "--"]
-
-
-def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
-    """Read what a program writes until it ends, and end it with its children at a limit."""
-    deadline = time.monotonic() + limits.time_s
-    outputs = [bytearray(), bytearray()]
-    problem = ""
-    with ExitStack() as closing:
-        streams = [process.stdout, process.stderr]
-        for stream in streams:
-            assert stream is not None
-            closing.enter_context(stream)
-        try:
-            problem = _read(process, outputs, deadline, limits)
-        finally:
-            kill_session(process.pid)
-            process.wait()
-    stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
-    return ProgramResult(None if problem else process.returncode, stdout, stderr, problem)
 
 
 def _read(

@@ -232,11 +232,9 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
     """Contain `_ENDS` in every task that `loop` starts from now on."""
+
+    def start(loop: asyncio.AbstractEventLoop, inner: Any, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(_Contained(inner), loop=loop, **options)
+
     if loop.get_task_factory() is None:
-        loop.set_task_factory(_make_task)
-
-
-def _make_task(
-    loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
-) -> asyncio.Task[Any]:
-    return asyncio.Task(_Contained(coroutine), loop=loop, **options)
+        loop.set_task_factory(start)

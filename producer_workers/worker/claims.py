@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from buffer.errors import RolloutMQError, StoreUnavailable
@@ -99,29 +99,24 @@ class FailureBackoff:
 Shares = Mapping[Job, float]
 
 
+@dataclass(eq=False)
 class Claims:
     """Claims groups for one worker, under its run's limits and its own `concurrency`.
 
     `loops`: those of its tasks, which may limit its claims.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        worker: str,
-        nonce: str,
-        concurrency: Concurrency,
-        serves: Serves,
-        loops: Collection[AgentLoop],
-    ) -> None:
-        self._run = run
-        self._worker = worker
-        self._nonce = nonce
-        self._concurrency = concurrency
-        self._serves = serves
-        self._loops = loops
-        self.are_on_demand = any(loop.claims_on_demand for loop in loops)
-        self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
+    _run: Run
+    _worker: str
+    _nonce: str
+    _concurrency: Concurrency
+    _serves: Serves
+    _loops: Collection[AgentLoop]
+
+    def __post_init__(self) -> None:
+        self.are_on_demand = any(loop.claims_on_demand for loop in self._loops)
+        start = START if self._concurrency == "auto" else self._concurrency
+        self._adaptive = AdaptiveConcurrency(start)
         self._problem = LogOnce(log, "claiming nothing")
         self.failures = FailureBackoff()
 

@@ -98,25 +98,19 @@ class Drop:
 End = Submit | Release | Drop
 
 
+@dataclass(eq=False)
 class GroupRunner:
     """Generates, judges and submits the groups of one worker."""
 
-    def __init__(
-        self,
-        run: Run,
-        engine: SharedEngine,
-        held: HeldGroups,
-        tasks: Mapping[str, TaskRunner],
-        worker: str,
-        failures: FailureBackoff,
-    ) -> None:
-        self._run = run
-        self._engine = engine
-        self._held = held
-        self._tasks = tasks
-        self._worker = worker
-        self._failures = failures
-        self._submitter = Submitter(run, worker)
+    _run: Run
+    _engine: SharedEngine
+    _held: HeldGroups
+    _tasks: Mapping[str, TaskRunner]
+    _worker: str
+    _failures: FailureBackoff
+
+    def __post_init__(self) -> None:
+        self._submitter = Submitter(self._run, self._worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
         self._kept = Counter[str]()  # dead letters with their responses, by cause

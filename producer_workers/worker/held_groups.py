@@ -145,17 +145,18 @@ class HeldGroups:
         if limit_s is None:
             yield
             return
-        timer = asyncio.get_running_loop().call_later(limit_s, self._time_out, job)
+
+        def end() -> None:
+            if job not in self._cancel_at:
+                self.late.add(job)
+                self._end_soon([job])
+                self._inbox.post(Signal.GROUP_IS_LATE)
+
+        timer = asyncio.get_running_loop().call_later(limit_s, end)
         try:
             yield
         finally:
             timer.cancel()
-
-    def _time_out(self, job: Job) -> None:
-        if job not in self._cancel_at:
-            self.late.add(job)
-            self._end_soon([job])
-            self._inbox.post(Signal.GROUP_IS_LATE)
 
     def _end_soon(self, jobs: Iterable[Job]) -> None:
         self._cancel_at |= dict.fromkeys(jobs, time.monotonic() + CANCEL_S)

@@ -110,7 +110,19 @@ class SharedEngine(Engine):
             with self._counted(self._running, gid):
                 # the death of an engine that is dead already is not this group's doing
                 self._engine.check_health()
-                return await self._ask(gid, request_id, prompt_ids, params)
+                sampled = self._sampled.setdefault(gid, Sampled(self._engine.version()))
+                try:
+                    made = await self._engine.generate(request_id, prompt_ids, params)
+                except EngineDeadError:
+                    self._sampled_at_death.add(gid)
+                    raise
+            _check_generation(self._engine.name, made, prompt_ids, params)
+            for span in made.spans:
+                self.sampled_with.add(PolicyVersion(span.lineage, span.version))
+            member = request_id.removeprefix(f"{gid}/").partition("/")[0]
+            sampled.tokens[member] += len(made.token_ids)
+            _lower(sampled.oldest, made.spans)
+            return made
         finally:
             self._inbox.post(Signal.REQUEST_FINISHED)
 
@@ -131,23 +143,6 @@ class SharedEngine(Engine):
             if not is_masked and not params.changes(masked=True):
                 hint += "; or, with [engine] kind vllm or transformers, sampling_mask = true"
             raise GenerationError(message, hint=hint)
-
-    async def _ask(
-        self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> Generation:
-        sampled = self._sampled.setdefault(gid, Sampled(self._engine.version()))
-        try:
-            made = await self._engine.generate(request_id, prompt_ids, params)
-        except EngineDeadError:
-            self._sampled_at_death.add(gid)
-            raise
-        _check_generation(self._engine.name, made, prompt_ids, params)
-        for span in made.spans:
-            self.sampled_with.add(PolicyVersion(span.lineage, span.version))
-        member = request_id.removeprefix(f"{gid}/").partition("/")[0]
-        sampled.tokens[member] += len(made.token_ids)
-        _lower(sampled.oldest, made.spans)
-        return made
 
     async def _wait_for_turn(self, gid: str) -> None:
         async def next_change() -> None:

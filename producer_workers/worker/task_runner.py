@@ -57,38 +57,28 @@ class TaskRunner:
     is_untruncated: bool = False
     judges: WatchedJudges = field(default_factory=WatchedJudges)
 
-    def leave_out_roles(self, states: Sequence[RolloutState]) -> None:
-        """Mask the completed rollouts of roles that are not trained. Raises RoleMissing."""
-        if self.train_roles is None:
-            return
-        roles = {state.role for state in states}
-        if roles.isdisjoint(self.train_roles):
-            raise RoleMissing(
-                f"no rollout has a role of train_roles = {sorted(self.train_roles)}",
-                hint=f"the agent gave the roles {sorted(roles)}",
-            )
-        for state in states:
-            if state.role not in self.train_roles:
-                state.response_mask = np.zeros(len(state.response_ids), "u1")
-
-    async def is_worth_training(self, states: Sequence[RolloutState]) -> bool:
-        """Return whether `is_valid_sample` accepts the rollouts of a role that is trained."""
-        if self.is_valid_sample is None:
-            return True
-        roles = {state.role for state in states}
-        for role in sorted(roles.intersection(self.train_roles or roles)):
-            if await self.is_valid_sample([state for state in states if state.role == role]):
-                return True
-        return False
-
     async def finish(self, states: Sequence[RolloutState]) -> bool:
         """Mask, filter and complete the rollouts of a group; return whether to train it.
 
-        Raises JudgeError, JudgeInterrupted, RoleMissing.
+        Masked are those of roles that are not trained. `is_valid_sample` must accept the rollouts
+        of one of the others. Raises JudgeError, JudgeInterrupted, RoleMissing.
         """
-        self.leave_out_roles(states)
-        if not await self.is_worth_training(states):
-            return False
+        roles = {state.role for state in states}
+        trained = roles if self.train_roles is None else roles.intersection(self.train_roles)
+        if not trained:
+            raise RoleMissing(
+                f"no rollout has a role of train_roles = {sorted(self.train_roles or ())}",
+                hint=f"the agent gave the roles {sorted(roles)}",
+            )
+        for state in states:
+            if state.role not in trained:
+                state.response_mask = np.zeros(len(state.response_ids), "u1")
+        if accepts := self.is_valid_sample:
+            for role in sorted(trained):
+                if await accepts([state for state in states if state.role == role]):
+                    break
+            else:
+                return False
         for judge in self.column_judges:
             await judge.add_to(states)
         return True
@@ -113,7 +103,10 @@ class TaskRunner:
         except GeneratorExit as error:  # of the loop: no running coroutine is closed
             raise UserExit.of(error) from error
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
-            raise _most_important(errors) from errors
+            found: BaseException = errors.subgroup(EngineDeadError) or errors
+            while isinstance(found, BaseExceptionGroup):
+                found = found.exceptions[0]
+            raise found from errors
 
     async def generate_each(
         self,
@@ -163,14 +156,6 @@ class TaskRunner:
 
 class RoleMissing(RolloutMQError):
     """No rollout of a group is of a role that is trained."""
-
-
-def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error to raise for several: first the engine's death."""
-    found: BaseException = errors.subgroup(EngineDeadError) or errors
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
 
 
 def restart_too_old(

@@ -51,8 +51,8 @@ from producer_workers.agent_loops.agent_loop import Vacancy
 from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import reported
+from producer_workers.user_code.process_function import REPLACED
 from producer_workers.user_code.user_function import contain_exits
-from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.claims import Claims, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.group_runner import GroupRunner
@@ -354,13 +354,25 @@ class Worker:
             # the last step has the engine, and may have claimed
             await self._handle_events(math.inf, lambda: self._step)
             if self._failure is None:
-                await self._finish_groups()
+                await self._engine.resume()
+                await self._handle_events(
+                    self._limits.drain_timeout_s,
+                    lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
+                )
+                if self._groups:
+                    self._runner.interrupt()
+                    await self._engine.pause("abort")
+                    await self._interrupt_judges()
         except EngineDeadError as error:
             self._failure = error
         finally:
             if self._failure is not reason:
                 log.error("this worker failed while it left: %s", self._failure)
-            await self._hand_back()
+            if isinstance(self._failure, EngineDeadError):
+                # groups of a dead engine release themselves; judged ones keep their tokens
+                await self._interrupt_judges()
+            for job in await self._groups.cancel_all():
+                await self._runner.hand_back(job)
             await asyncio.to_thread(self._heartbeat.stop)
             for judges in self._judges:
                 judges.close()
@@ -372,25 +384,7 @@ class Worker:
         if isinstance(self._failure, GroupChanged):
             raise self._failure
 
-    async def _finish_groups(self) -> None:
-        await self._engine.resume()
-        await self._handle_events(
-            self._limits.drain_timeout_s,
-            lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
-        )
-        if self._groups:
-            self._runner.interrupt()
-            await self._engine.pause("abort")
-            await self._interrupt_judges()
-
     async def _interrupt_judges(self) -> None:
         for judges in self._judges:
             judges.interrupt()
         await self._handle_events(HAND_BACK_S, lambda: self._groups)
-
-    async def _hand_back(self) -> None:
-        if isinstance(self._failure, EngineDeadError):
-            # groups that die with their engine release themselves; judged ones keep their tokens
-            await self._interrupt_judges()
-        for job in await self._groups.cancel_all():
-            await self._runner.hand_back(job)

@@ -23,7 +23,6 @@ def say(text: str) -> None:
 
 
 def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> Verdict:
-    """One run with its report."""
     what = "empty" if kind is EmptyServerRun else ""
     name = "-".join(filter(None, (*name_of(plan).split(), what)))
     say(f"seed {plan.seed}, {name_of(plan)}{what and ', '}{what}")

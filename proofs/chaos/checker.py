@@ -145,7 +145,6 @@ class Checker:
 
     @cached_property
     def entered(self) -> set[str]:
-        """Every draw that an acknowledged enqueue passed."""
         return {
             f"{event['args']['task']}-{draw:010d}"
             for event in self.ok("enqueue")
@@ -373,7 +372,6 @@ class Checker:
         return {draw for start in [*lost, *before] for draw in range(start, start + 64)}
 
     def _liveness(self) -> Iterator[str]:
-        """Once the faults are over the run goes on, and reaches its end."""
         calm = [event["t"] for event in self.by_op["calm"]]
         if not calm:
             return

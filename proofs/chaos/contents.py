@@ -38,5 +38,4 @@ def changes(by_op: ByOp) -> Iterator[str]:
 
 
 def content_of(event: Event) -> tuple[Any, ...]:
-    """Return what is the same where a batch is the same."""
     return tuple((group["gid"], group["digest"]) for group in event["groups"])

@@ -120,7 +120,6 @@ class Crew:
         return target in working and len(working) >= len(self.members) - 1
 
     def tend(self) -> None:
-        """Start again what has ended."""
         for member in self.members.values():
             if not member.is_up and time.monotonic() > member.started + RESTART_S:
                 self._note_end(member)

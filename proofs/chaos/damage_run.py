@@ -114,7 +114,6 @@ class DamageRun(ChaosRun):
         self._bring_back(trial, before, since)
 
     def _bring_back(self, trial: Trial, before: dict[Path, int], since: float) -> None:
-        """Do what --regenerate does, whether fsck found something or not."""
         self._stop(trial, CLIENTS[:1])
         self._regenerate(trial, since)
         self._stop(trial, CLIENTS[1:])
@@ -160,7 +159,6 @@ class DamageRun(ChaosRun):
         return {path: path.stat().st_size for folder in folders for path in folder.iterdir()}
 
     def _observe(self, trial: Trial, before: dict[Path, int]) -> None:
-        """Wait until each process has worked on, or has ended."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end:
             events = [
@@ -252,7 +250,6 @@ def _bury_one(run: Run) -> None:
 
 
 def _names(run: Run, name: str) -> bool:
-    """Return whether fsck reports the key."""
     return any(_mentions(f"{found.key} {found.text}", name) for found in run.account.fsck().damage)
 
 
@@ -289,10 +286,7 @@ def all_trials(words: str = "") -> list[Trial]:
 
 
 def run_trials(
-    plan: Plan,
-    base: Path,
-    say: Callable[[str], None],
-    trials: Sequence[Trial],
+    plan: Plan, base: Path, say: Callable[[str], None], trials: Sequence[Trial]
 ) -> list[str]:
     """Make trials, in a new run behind each that a run did not survive; return all problems."""
     problems = []

@@ -48,7 +48,6 @@ def _named(row: str, name: str = "", which: str = "") -> Target:
 
 
 def waiting(client: Any) -> str:
-    """Return the gid of the last waiting job."""
     jobs = client.xrevrange(f"{PREFIX}jobs:{INLINE}:fresh", count=1)
     return jobs[0][1][b"gid"].decode() if jobs else ""
 
@@ -66,13 +65,11 @@ def completed(client: Any) -> str:
 
 
 def taken(client: Any) -> str:
-    """Return a gid of the newest batch."""
     lines = client.lrange(f"{PREFIX}{newest_batch(client)}", 1, 1)
     return lines[0].decode().partition(" ")[0] if lines else ""
 
 
 def newest_batch(client: Any) -> str:
-    """Return the name of the newest manifest."""
     return f"batch:train:{int(client.hget(PREFIX + 'ledger:train', 'taken') or 0)}"
 
 

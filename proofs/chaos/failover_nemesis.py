@@ -87,7 +87,6 @@ class FailoverNemesis(Nemesis):
         self._bring_back(old, old.start)
 
     def _lagging_kill(self, _: str) -> None:
-        """What is acknowledged while no replica reads is lost with the primary."""
         old = self._begin("primary SIGKILL, replicas behind")
         replicas = [node for node in self._server.nodes if node is not old]
         for node in replicas:
@@ -110,7 +109,6 @@ class FailoverNemesis(Nemesis):
         self._bring_back(old, lambda: old.signal(signal.SIGCONT))
 
     def _partition(self, _: str) -> None:
-        """Some clients are left with a primary that no other server reaches."""
         old = self._server.primary()
         clients = list(self._crew.members)
         left = self._random.sample(clients, self._random.randrange(len(clients)))
@@ -128,7 +126,6 @@ class FailoverNemesis(Nemesis):
         self._bring_back(old, heal)
 
     def _bring_back(self, old: Any, heal: Callable[[], object]) -> None:
-        """Once another one is the primary, bring the old one back."""
         pause = self._random.uniform(0, LONGEST_AWAY_S)
         self._wait(
             lambda: self._server.primary(without=old) not in (None, old),

@@ -84,7 +84,6 @@ class FaultyLink:
             server.close()
 
     def own_ports(self, data: bytes) -> bytes:
-        """Replace the ports that servers name for each other by those of this link."""
         for way in self._ways:
             if way.announced:
                 data = way.replace_port(data, self.ports[way.name])

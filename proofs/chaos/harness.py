@@ -98,7 +98,6 @@ class ChaosRun:
         )
 
     def run(self) -> Verdict:
-        """Start everything, strike, calm down, wait for the end, look, and judge."""
         try:
             if self._start():
                 self._strike()
@@ -196,7 +195,6 @@ class ChaosRun:
         return condition()
 
     def _of_trainer(self) -> list[Event]:
-        """The last events of all lives of the trainer."""
         files = self.folders.history.glob("trainer-*.jsonl")
         return [
             event
@@ -255,7 +253,6 @@ def prompt_of(gid: str) -> str:
 
 
 def new_folder(base: Path, name: str) -> Path:
-    """An empty folder of that name."""
     folder = base / name
     if folder.exists():
         shutil.rmtree(folder)

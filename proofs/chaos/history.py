@@ -115,7 +115,6 @@ def read_history(folder: Path) -> list[Event]:
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of whole lines."""
     for line in lines:
         if line.endswith(b"}"):
             yield orjson.loads(line)

@@ -61,12 +61,7 @@ class Nemesis:
     """Strikes `crew`, the wires and the server of one run."""
 
     def __init__(
-        self,
-        seed: int,
-        crew: Crew,
-        wiring: Wiring,
-        server: Any,
-        history: History,
+        self, seed: int, crew: Crew, wiring: Wiring, server: Any, history: History
     ) -> None:
         self._random = random.Random(seed)
         self._crew = crew
@@ -108,7 +103,6 @@ class Nemesis:
         return ()
 
     def strike(self) -> None:
-        """Deal the next card."""
         if not self._deck:
             self._deck = self._new_deck()
         # the first that can be dealt now; what hits a process waits until that is back at work

@@ -103,7 +103,6 @@ def by_chance(*, response: str, ground_truth: object, state: RolloutState) -> fl
 
 
 def question(row: int) -> str:
-    """The prompt of a row."""
     return f"What is {row} + {row}?"
 
 

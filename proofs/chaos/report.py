@@ -48,17 +48,11 @@ def write_sum(folder: Path, figures: Sequence[Mapping[str, Any]], longest_s: flo
 
 
 SOAKED = {
-    "faults": "faults",
-    "failovers": "failovers",
-    "groups_acknowledged": "groups",
-    "steps": "steps",
-    "lost": "lost",
-    "doubled": "doubled",
-    "results_lost": "results generated again",
-    "fenced": "results fenced",
-    "redelivered": "batches redelivered",
+    "faults": "faults", "failovers": "failovers", "groups_acknowledged": "groups", "steps": "steps",
+    "lost": "lost", "doubled": "doubled", "results_lost": "results generated again",
+    "fenced": "results fenced", "redelivered": "batches redelivered",
     "longest_stall_s": "longest stall, s",
-}
+}  # fmt: skip
 """Figures of a soak: column."""
 
 
@@ -91,7 +85,6 @@ def recoveries(events: Sequence[Event]) -> dict[str, float]:
 
 
 def lines(verdict: Verdict, recovered: Mapping[str, float]) -> list[str]:
-    """The figures, and the first ten problems of each kind."""
     figures = dict(verdict.figures)
     by_kind = figures.pop("faults_by_kind")
     told = [f"{name.replace('_', ' '):>24}  {value}" for name, value in figures.items()]

@@ -65,7 +65,6 @@ class ServerNemesis(Nemesis):
         self._note("server's file repaired", SERVER, loses=True)
 
     def _file(self) -> Path:
-        """The file that the server appends to."""
         folder: Path = self._server.folder / "appendonlydir"
         return max(folder.glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
 

@@ -42,7 +42,6 @@ class SteppedServer(EmbeddedServer):
         return [Way(SERVER, str(self.socket_path))]
 
     def url_by(self, ports: Mapping[str, int]) -> str:
-        """The URL for a client, by the ports of its link."""
         return f"redis://127.0.0.1:{ports[SERVER]}/0"
 
     judge_url_by = url_by

@@ -160,7 +160,6 @@ def made_by(*weights: list[Any]) -> Plant:
 
 
 def group_of(step: int, **changes: Any) -> Plant:
-    """Deliver another first group in a step."""
     return lambda story: story.first("delivered", step=step)["groups"][0].update(changes)
 
 

@@ -94,13 +94,8 @@ def url(data: bytes) -> None:
 
 
 ENTRANCES: tuple[Callable[[bytes], None], ...] = (
-    control,
-    reward,
-    imported_line,
-    prompt,
-    question,
-    url,
-)
+    control, reward, imported_line, prompt, question, url,
+)  # fmt: skip
 
 
 def try_one(data: bytes) -> None:
@@ -109,16 +104,12 @@ def try_one(data: bytes) -> None:
 
 
 def seeds_of_corpus() -> dict[str, bytes]:
-    """A good document for each entrance, and all that is done to one in tests/bad_payloads.py."""
     from tests.bad_payloads import CONTROL, LINE, REWARD
 
     row = {
-        "gid": "a",
-        "task": "math",
-        "response_ids": [1],
-        "logprobs": [-1.0],
+        "gid": "a", "task": "math", "response_ids": [1], "logprobs": [-1.0],
         "reward": {"score": 1.0},
-    }
+    }  # fmt: skip
     message = {"question": "1 + 1", "answer": "2", "extra": {"level": 1}, "tools": [{"name": "f"}]}
     asked = {"$or": [{"staleness": {"$gte": 2}}, {"status": {"$in": ["completed"]}}], "reward": 0.5}
     address = b"redis+sentinel://user:a-long-secret@[::1]:1,host:2/service/0?ssl_ca_certs=x&sentinel_username=y"

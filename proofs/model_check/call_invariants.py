@@ -24,19 +24,11 @@ from proofs.model_check.state_invariants import (
 )
 
 ROLE_OF = {
-    "enqueue": b"producer",
-    "pass_over": b"producer",
-    "reissue": b"producer",
-    "halt": b"producer",
-    "take_batch": b"trainer",
-    "rescore": b"trainer",
-    "publish_weights": b"trainer",
-    "commit": b"trainer",
-    "quarantine": b"trainer",
-    "refill": b"trainer",
-    "set_target": b"trainer",
+    "enqueue": b"producer", "pass_over": b"producer", "reissue": b"producer", "halt": b"producer",
+    "take_batch": b"trainer", "rescore": b"trainer", "publish_weights": b"trainer",
+    "commit": b"trainer", "quarantine": b"trainer", "refill": b"trainer", "set_target": b"trainer",
     "control": b"trainer",
-}
+}  # fmt: skip
 """Scripts for the holder of a role, whose nonce is the first argument of the operation."""
 
 FREE = ("forget", "commit")  # state_invariants.py knows which batches they may free
@@ -248,7 +240,6 @@ def _quarantined(before: Image, after: Image, reply: list[Any]) -> None:
 
 
 def _positions_are_kept(before: Image, after: Image, reply: Any = None) -> None:
-    """A group that leaves a batch is replaced, or leaves an open position in its header."""
     old, new = batches(before), batches(after)
     for step in old.keys() & new.keys():
         sizes = [len(lines) - 1 + _open_positions(lines[0]) for lines in (old[step], new[step])]
@@ -282,14 +273,7 @@ def _published(before: Image, after: Image, reply: list[Any]) -> None:
 
 
 RULES: dict[str, Callable[[Image, Image, list[Any]], None]] = {
-    "claim": _claimed,
-    "submit": _submitted,
-    "keep_turns": _turns_kept,
-    "take_batch": _taken,
-    "enqueue": _enqueued,
-    "reap": _reaped,
-    "quarantine": _quarantined,
-    "refill": _positions_are_kept,
-    "control": _mode_changed,
-    "publish_weights": _published,
-}
+    "claim": _claimed, "submit": _submitted, "keep_turns": _turns_kept, "take_batch": _taken,
+    "enqueue": _enqueued, "reap": _reaped, "quarantine": _quarantined,
+    "refill": _positions_are_kept, "control": _mode_changed, "publish_weights": _published,
+}  # fmt: skip

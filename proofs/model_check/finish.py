@@ -33,7 +33,6 @@ def finish(world: World, state: State) -> None:
 
 
 def _all_kinds(state: State) -> tuple[Process, ...]:
-    """Return the processes, with one of each kind that a run needs."""
     # others, in place of those that a batch lacks
     lacking = sum(manifest.open_places.total() for manifest in _under_way(state))
     groups = max(1, len(find_stages(state.image)) + lacking)
@@ -51,7 +50,6 @@ def _under_way(state: State) -> list[Manifest]:
 
 
 def _with_room(process: Process, groups: int) -> Process:
-    """Return a process that does not end before all groups have."""
     match process:
         case Trainer():
             return process._replace(steps=groups + 9)

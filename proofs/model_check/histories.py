@@ -124,10 +124,7 @@ HISTORIES = (
         ready=2,
     ),
     History(
-        "calls of a dead trainer arrive late",
-        (TRAINER,),
-        Budget(deaths=2, late_calls=1),
-        ready=2,
+        "calls of a dead trainer arrive late", (TRAINER,), Budget(deaths=2, late_calls=1), ready=2
     ),
     History("calls of a trainer arrive late", (TRAINER,), Budget(late_calls=1), ready=2),
     History("a worker dies or falls silent", (W0, Janitor()), Budget(deaths=1, ticks=3), waiting=1),
@@ -149,12 +146,7 @@ HISTORIES = (
         Budget(deaths=1, late_calls=1, failures=1),
         waiting=1,
     ),
-    History(
-        "a silent worker wakes up",
-        (W0, W1, Janitor()),
-        Budget(ticks=3),
-        waiting=1,
-    ),
+    History("a silent worker wakes up", (W0, W1, Janitor()), Budget(ticks=3), waiting=1),
     History(
         "the clock jumps, and is set back",
         (W0, Janitor()),
@@ -193,12 +185,7 @@ HISTORIES = (
         ready=3,
         limits={"on_straggler": "retry"},
     ),
-    History(
-        "weights of a dead trainer",
-        (TRAINER, W0, PRODUCER),
-        Budget(deaths=1),
-        ready=1,
-    ),
+    History("weights of a dead trainer", (TRAINER, W0, PRODUCER), Budget(deaths=1), ready=1),
     History(
         "everything at once",
         (Producer(2), W0, W1, Trainer(2), ALL),

@@ -81,7 +81,6 @@ def thawed(reply: Any) -> Any:
 
 
 def advance(run: Run, store: SteppedStore, pending: Pending) -> Called | Finished:
-    """Carry out the next call of an operation."""
     store.replies = list(pending.replies)
     store.is_stepped = True
     try:
@@ -124,14 +123,7 @@ def register(run: Run, worker: str, nonce: str) -> Any:
     return run.fleet.register(worker, nonce, {})[1].weights
 
 
-def claim(
-    run: Run,
-    worker: str,
-    nonce: str,
-    token: str,
-    weights: PolicyVersion,
-    limit: int,
-) -> Any:
+def claim(run: Run, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Any:
     return run.jobs.claim(worker, nonce, token, weights, limit)
 
 
@@ -143,11 +135,7 @@ def heartbeat(
 
 
 def submit(
-    run: Run,
-    worker: str,
-    job: Job,
-    made_by: tuple[PolicyVersion, ...],
-    status: str,
+    run: Run, worker: str, job: Job, made_by: tuple[PolicyVersion, ...], status: str
 ) -> None:
     filtered = status == "filtered"
     group = _group(job.gid, made_by, "completed" if filtered else status)
@@ -157,7 +145,6 @@ def submit(
 def submit_together(
     run: Run, worker: str, done: tuple[tuple[Job, tuple[PolicyVersion, ...], str], ...]
 ) -> None:
-    """Submit several groups in one call."""
     results = [Result(job, _group(job.gid, made_by, how), 1) for job, made_by, how in done]
     outcomes = run.buffer.submit_many(worker, results)
     assert all(isinstance(outcome, Stored | Fenced) for outcome in outcomes), outcomes
@@ -187,7 +174,6 @@ def deregister(run: Run, worker: str, nonce: str) -> bool:
 
 @cache
 def _group(gid: str, made_by: tuple[PolicyVersion, ...], status: str) -> RolloutGroup:
-    """A group of one rollout with one token of each weights."""
     state = RolloutState(
         index=0,
         prompt_ids=[1],
@@ -245,7 +231,6 @@ def take(run: Run, nonce: str, step: int, count: int) -> Manifest | NotReady:
 
 
 def publish(run: Run, nonce: str, weights: PolicyVersion) -> int:
-    """Publish weights, and return the cursor for the checkpoint that follows."""
     run.control.publish_weights(nonce, weights, f"/{weights}", "")
     return run.jobs.cursor(TASK)
 
@@ -267,7 +252,6 @@ def set_target(run: Run, nonce: str, target: int) -> None:
 
 
 def hold(run: Run, nonce: str, operation: str, mode: str) -> None:
-    """Change the mode that the trainer wants."""
     _set_mode(run, "trainer", nonce, operation, mode, "")
 
 

@@ -41,7 +41,6 @@ class Clock:
 
 @contextmanager
 def frozen(clock: Clock) -> Iterator[None]:
-    """Let fakeredis read this clock."""
     modules: list[Any] = [
         fakeredis._helpers,
         fakeredis._socket._base,
@@ -91,7 +90,6 @@ class Images:
 
 
 def _plain(value: Any) -> tuple[str, Any, Any]:
-    """Return the type of a value, a copy of it, and the same as something hashable."""
     match value:
         case bytes() | bytearray():
             return "string", bytes(value), bytes(value)

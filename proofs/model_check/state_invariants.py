@@ -51,7 +51,6 @@ def stream(image: Image, lane: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def held(image: Image) -> dict[bytes, dict[bytes, bytes]]:
-    """Return gid -> token by worker."""
     holders = {
         key.removeprefix(P + b"leased:"): value[1]
         for key, value in image.items()
@@ -84,7 +83,6 @@ def bit(image: Image, stage: bytes, draw: int) -> bool:
 
 
 def find_stages(image: Image) -> Stages:
-    """Return every stage of every draw that was ever enqueued."""
     cursor = int(plain(image, b"cursors", {}).get(T, b"0"))
     draws = {draw: b"%s-%010d" % (T, draw) for draw in range(cursor)}
     stages: Stages = {gid: [] for gid in draws.values()}

@@ -47,10 +47,7 @@ def test_the_first_states_of_each_history(history: History) -> None:
 
 @pytest.mark.parametrize(
     ("file", "line", "history"),
-    [
-        ("enqueue", "~= nonce then return {'FENCED'}", SMALL[0]),
-        ("commit", "SETBIT", SMALL[1]),
-    ],
+    [("enqueue", "~= nonce then return {'FENCED'}", SMALL[0]), ("commit", "SETBIT", SMALL[1])],
 )
 def test_a_script_without_a_line_is_found(file: str, line: str, history: History) -> None:
     """The search itself can fail: a missing line leads to a history that breaks an invariant."""

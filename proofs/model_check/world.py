@@ -186,7 +186,6 @@ class World:
     # -- what happens --------------------------------------------------------
 
     def replace_process(self, state: State, number: int) -> State:
-        """Let a new process take the name of one."""
         name, named = self.new_name(state)
         return _with(named, number, state.processes[number].reborn(lambda: name))
 
@@ -245,7 +244,6 @@ class World:
         return self._known[name]
 
     def _call_server(self, state: State, pending: Pending) -> tuple[Image, Called | Finished]:
-        """Carry out the next call of an operation, and check what it did."""
         self.clock.now_s = state.now_s
         self.images.put_back(state.image)
         came = operations.advance(self.run, self.store, pending)

@@ -53,7 +53,6 @@ class Case:
 
     @property
     def batch_bytes(self) -> int:
-        """About how many bytes a batch has."""
         return self.batch * sum(self.group_bytes) // 2
 
 

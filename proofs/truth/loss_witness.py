@@ -81,7 +81,6 @@ class LossWitness:
         self._rank = ranks.rank
 
     def fit(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Train on the groups of this rank."""
         self._begin(step, groups)
         self._controller.policy.train_step = step
         self._controller.fit(groups)
@@ -114,7 +113,6 @@ def note_micro_batch(
 def members_in(
     batch: MicroBatch, groups: Sequence[RolloutGroup], advantages: Tensor | None
 ) -> Iterator[Content]:
-    """Yield the content of each rollout of a micro-batch, as its tensors have it."""
     ids = batch.input_ids.flatten().numpy().astype("<i4")
     targets = batch.targets.numpy().astype("<i4")
     ends = np.cumsum(np.bincount(batch.sample.numpy(), minlength=len(batch.rollout))).tolist()

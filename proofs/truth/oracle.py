@@ -85,7 +85,6 @@ class Oracle:
             known[tuple(piece)] = is_end or known.get(tuple(piece), False)
 
     def judge(self) -> Verdict:
-        """Compare all that was used."""
         verdict = Verdict(micro_batches=len(self._used))
         first: dict[tuple[int, str, int], Content] = {}
         for event in self._used:
@@ -129,7 +128,6 @@ class Oracle:
 
     @staticmethod
     def _difference(piece: Sequence[Any], known: Iterable[tuple[Any, ...]]) -> tuple[str, str]:
-        """Return what differs from the piece at this place that is most like it."""
         names = {4: "tokens before", 5: "tokens", 6: "logprobs", 2: "version", 3: "lineage"}
         place = f"[{piece[0]}, {piece[0] + piece[1]})"
         like = [made for made in known if made[:2] == tuple(piece[:2])]

@@ -23,13 +23,11 @@ from tests.warm_process import run_in_warm_process
 
 
 def train_on_ranks(world: World, model_dir: Path) -> None:
-    """Train all steps of a world on as many ranks as its case has."""
     order = {"url": world.url, "run": world.run.name, "folder": str(world.folder)}
     run_in_warm_process(world.folder / "ranks", main, order, world.case, model_dir)
 
 
 def main(order: dict[str, str], case: Case, model_dir: Path) -> None:
-    """Fork the ranks, and wait for them."""
     ranks = [_fork(order, case, model_dir, rank) for rank in range(case.ranks)]
     if any([os.waitpid(rank, 0)[1] for rank in ranks]):
         sys.exit("a rank has failed")

@@ -92,8 +92,6 @@ def put(value: Any, *path: str | int) -> Plant:
 
 
 def swap(name: str) -> Plant:
-    """Swap a field of the two members."""
-
     def plant(members: Members) -> None:
         members[0][name], members[1][name] = members[1][name], members[0][name]
 

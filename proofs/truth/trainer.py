@@ -54,7 +54,6 @@ class TruthTrainer:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(DEADLINE_S)
 
     def steps(self) -> Iterator[int]:
-        """Yield each step after its batch was taken."""
         dies_after = self._case.restart_after
         step = 1
         while step <= self._case.steps:
@@ -105,7 +104,6 @@ class TruthTrainer:
         self._loss.look(EXAM_STEP + step, found)
 
     def _read_ahead(self, step: int) -> None:
-        """Let the prefetcher read what it may before the batches are used."""
         if self._case.prefetch_bytes and step < self._case.steps:
             room = min(self._case.batch, self._case.prefetch_bytes // self._case.group_bytes[1])
             self._world.until(lambda: self._world.run.buffer.count(TASK) >= self._case.batch)
@@ -129,7 +127,6 @@ class TruthTrainer:
 
 
 def train(world: World, model_dir: Path) -> None:
-    """Train all steps of one world."""
     if world.case.ranks > 1:
         train_on_ranks(world, model_dir)
         return

@@ -102,7 +102,6 @@ def runs(mask: NDArray[Any]) -> list[list[float]]:
 
 
 def members_of(group: RolloutGroup) -> Iterator[Content]:
-    """Yield the content of each rollout of a group, and its reward, from the group's columns."""
     ends = np.cumsum(group.lengths).tolist()
     spans = group.spans()
     for n, (end, length) in enumerate(zip(ends, group.lengths.tolist(), strict=True)):
@@ -129,7 +128,6 @@ class Witnessed:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        """As the engine's own."""
         given = prompt_ids.astype("<i4", copy=True)
         engine: Any = super()
         made: Generation = await engine.generate(request_id, prompt_ids, params)

@@ -138,7 +138,6 @@ class World:
         store.close()
 
     async def _work(self, stores: list[Store]) -> None:
-        """Run all workers on one event loop, and stop them in order."""
         workers = []
         for number, (engine, store) in enumerate(zip(self.engines, stores, strict=True)):
             engine.note = self.history.note

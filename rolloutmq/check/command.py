@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from typer import Option
 
 from buffer.errors import ConfigError, HubError, ModelError
 from buffer.limits import Bytes
@@ -31,7 +32,7 @@ from rolloutmq.presets import find_config
 
 GpuMemory = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="SIZE", help="Memory of a GPU, for example 80GB.  [default: that of this machine's]"
     ),
 ]

@@ -67,12 +67,7 @@ def _ask_gpus(field: str) -> list[str]:
     return [line.strip() for line in listing.splitlines()]
 
 
-def place(
-    launch: LaunchSection,
-    gpus: int,
-    per_worker: int = 1,
-    ranks: int = 1,
-) -> Placement:
+def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1) -> Placement:
     """Assign `gpus` to processes. Raises ConfigError for too few GPUs.
 
     `ranks`: of the trainer.
@@ -85,19 +80,6 @@ def place(
     trainer = list(range(ranks)) if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
     pool = others if launch.worker_gpus is None else launch.worker_gpus
-    _check(launch, gpus, trainer, pool, per_worker)
-    groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
-    # colocated workers may share one set of GPUs; otherwise each has its own
-    return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
-
-
-def _check(
-    launch: LaunchSection,
-    gpus: int,
-    trainer: list[int],
-    pool: list[int],
-    per_worker: int,
-) -> None:
     if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
         raise ConfigError(f"[launch] names GPUs {unknown}, but this machine has 0 to {gpus - 1}")
     if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
@@ -111,19 +93,24 @@ def _check(
             hint="each worker needs GPUs of its own",
         )
     needed = launch.workers * per_worker
-    enough = min(per_worker, needed) if launch.colocated else needed
-    if len(pool) < enough:
+    if len(pool) < (min(per_worker, needed) if launch.colocated else needed):
         raise ConfigError(
             f"[launch] workers = {launch.workers} of {per_worker} GPUs need {needed}, but "
             f"{len(pool)} are left for them",
             hint="use fewer workers, smaller parallel sizes in [engine], or [launch] "
             "colocated = true on one GPU",
         )
+    groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
+    # colocated workers may share one set of GPUs; otherwise each has its own
+    return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
 
 
 def machine_errors(config: Config) -> list[RolloutMQError]:
     found = [
-        ConfigError(f"{key} needs the package {name}, which is not installed", hint=_hint(name))
+        ConfigError(
+            f"{key} needs the package {name}, which is not installed",
+            hint=install_command(EXTRAS[name]) if name in EXTRAS else f"pip install {name}",
+        )
         for key, name in _packages(config)
         if not is_there(name)
     ]
@@ -172,8 +159,3 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
     known = attached(METRIC_WRITERS)
     for name in config.trainer.writers:
         yield "[trainer] writers", load_object(known[name], kind="metric writer").package
-
-
-def _hint(package: str) -> str:
-    extra = EXTRAS.get(package)
-    return install_command(extra) if extra else f"pip install {package}"

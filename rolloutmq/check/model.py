@@ -24,18 +24,17 @@ def units(config: Config, *, quick: bool) -> list[Unit]:
         for kind in attached_kinds(config.tasks)
         for what, check in kind.checks(config).items()
     ]
-    return [*_student_units(config), *judges]
-
-
-def _student_units(config: Config) -> list[Unit]:
     try:
         folder = config.model_folder
     except HubError:
         found = [absent("model", model_repository(config.policy))]
-        return [Unit("model", str(config.policy.model), partial(iter, found))]
-    if config.policy.model is None and not folder.is_dir():
-        return [Unit("model", "the model that the run builds", partial(_check_warm_start, config))]
-    return [Unit("model", f"{folder}, its files", partial(_check_files, folder))]
+        own = Unit("model", str(config.policy.model), partial(iter, found))
+    else:
+        own = Unit("model", f"{folder}, its files", partial(_check_files, folder))
+        if config.policy.model is None and not folder.is_dir():
+            build = partial(_check_warm_start, config)
+            own = Unit("model", "the model that the run builds", build)
+    return [own, *judges]
 
 
 def _check_judge(check: Callable[[], str]) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import traceback
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
+from typer import Option
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
@@ -85,7 +86,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, help="Show the version.")
+        bool, Option("--version", callback=_show_version, help="Show the version.")
     ] = False,
 ) -> None:
     pass

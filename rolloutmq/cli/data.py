@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
@@ -42,10 +43,10 @@ from rolloutmq.output import count, plural, progress
 @on_run
 def save(
     target: Target,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the snapshot.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="New folder for the snapshot.")],
     pause: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--pause", help="Let the workers finish their groups, and hold them during the copy."
         ),
     ] = False,
@@ -83,16 +84,15 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
 
 @command("restore", epilog="Example: rolloutmq restore backups/demo-1200 --run demo2")
 def restore(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder of the snapshot.")],
     columns: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="[run] columns from now on. Default: as it was."),
+        Path | None, Option(metavar="FOLDER", help="[run] columns from now on. Default: as it was.")
     ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="NAME", help="Name of the run. Default: its former name."),
+        Option("--run", metavar="NAME", help="Name of the run. Default: its former name."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -131,28 +131,28 @@ def export(
     target: Target,
     file: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="FILE", help="New file: NAME.jsonl or NAME.parquet; with --follow, a folder."
         ),
     ],
     task: OneTask = None,
     status: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Only groups of this status: {', '.join(_STATUSES)}. Default, "
             "without --where: completed."
         ),
     ] = None,
-    where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
+    where: Annotated[str | None, Option(metavar="JSON", help=WHERE_HELP)] = None,
     archived: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--archived", help="All archived batches that are retained and have not been exported."
         ),
     ] = False,
     follow_steps: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--follow",
             help="As --archived, and write each step to a file of the folder as soon as it is "
             "committed, until the run is finished or Ctrl-C; the same command continues.",
@@ -239,11 +239,11 @@ def _amount(done: Exported | Imported) -> str:
 @on_run
 def import_groups(
     target: Target,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
     task: Annotated[
-        str | None, typer.Option(help="Task that the groups join. Default: the task in each line.")
+        str | None, Option(help="Task that the groups join. Default: the task in each line.")
     ] = None,
-    from_line: Annotated[int, typer.Option(min=1, help="First line to import.")] = 1,
+    from_line: Annotated[int, Option(min=1, help="First line to import.")] = 1,
     as_json: AsJson = False,
 ) -> Output:
     """Put completed groups from a file into the pools of a run.

@@ -1,25 +1,40 @@
-"""`rolloutmq fsck`: check, on a live run, that nothing is lost and nothing was trained twice.
+"""`rolloutmq fsck` and `doctor`: check a live run and its server.
 
-Three checks: the totals at one instant add up (I1); each draw is in exactly one stage; no group
-is in two manifests or, if the trainer's `steps.jsonl` is accessible, in two surviving steps.
+`fsck` makes three checks: the totals at one instant add up (I1); each draw is in exactly one stage;
+no group is in two manifests or, if the trainer's `steps.jsonl` is accessible, in two surviving
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from buffer.errors import AccountError
+from buffer.errors import AccountError, StoreUnsafe
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
 from buffer.run.run import Run
 from consumer.handle.step_log import STEPS_FILE, StepLog
 from rolloutmq.command_list import command
-from rolloutmq.options import AsJson, Output, Target, on_run
-from rolloutmq.output import count, plural, progress
+from rolloutmq.options import (
+    AsJson,
+    Output,
+    RedisUrl,
+    RunDir,
+    RunName,
+    Target,
+    choose_run,
+    folder_of,
+    on_run,
+    open_server,
+)
+from rolloutmq.output import age, count, plural, progress
+from rolloutmq.views.explain.diagnosis import diagnose_run, last_event_ms, marked
 from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.screen import groups_table
 
@@ -119,3 +134,39 @@ def _verdict(good: str, bad: list[str], word: str = "wrong") -> Text:
         lines.append(f"      and {len(bad) - _SHOWN} more: see --json")
     text = Text(f"[BAD] {len(bad)} {word}", style="bold red")
     return text.append("\n" + "\n".join(lines), style="not bold red")
+
+
+@command("doctor", epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0")
+def doctor(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """Check the server, and report what each run waits for.
+
+    Reports since when it waits, and what to do. Exits with 3 if the server could lose data, else
+    with 0.
+    """
+    with open_server(redis_url, run_dir) as (store, address):
+        findings = store.retrying("check", lambda: check_all(store.servers))
+        names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
+        find_folder = partial(folder_of, named=address.run_dir)
+        diagnoses = {name: diagnose_run(store, name, find_folder) for name in names}
+    runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()}
+    document = {"server": str(address), "findings": [asdict(found) for found in findings]}
+    shown = [Text(f"server {address}", style="bold")]
+    for found in findings:
+        why = f": {found.why}" if found.why else ""
+        shown.append(marked(found.level, Text.assemble(found.what, (why, "dim")), found.fix))
+    for name, (view, symptoms) in diagnoses.items():
+        quiet = last_event_ms(view) if view else None
+        last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
+        shown.append(Text.assemble((f"\nrun {name}", "bold"), (last_event, "dim")))
+        shown += [symptom.text() for symptom in symptoms]
+        if all(symptom.level == "note" for symptom in symptoms):
+            shown.append(marked("ok", "nothing stops this run"))
+    if not diagnoses:
+        shown.append(Text("\nthere is no run on this server; `rolloutmq run CONFIG` starts one"))
+    Output(document | {"runs": runs}, shown).print(as_json=as_json)
+    if bad := [found for found in findings if found.level == "error"]:
+        raise StoreUnsafe(
+            f"{address} is not safe for a run: {len(bad)} of its settings could lose data or fail"
+        )

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import RenderableType
 from rich.text import Text
+from typer import Argument, Option
 
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.failure_text import message_of, trace_of
@@ -47,22 +47,17 @@ WHERE_HELP = (
 
 
 @command(
-    "ls",
-    epilog="""Example: rolloutmq ls --where '{"staleness": {"$gte": 2}}' --order=-tokens""",
+    "ls", epilog="""Example: rolloutmq ls --where '{"staleness": {"$gte": 2}}' --order=-tokens"""
 )
 @on_run
 def list_groups(
     target: Target,
     task: OneTask = None,
-    status: Annotated[
-        str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")
-    ] = None,
-    stage: Annotated[
-        str | None, typer.Option(help=f"Only this stage: {', '.join(STAGES)}.")
-    ] = None,
-    where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
+    status: Annotated[str | None, Option(help=f"Only this status: {', '.join(_STATUSES)}.")] = None,
+    stage: Annotated[str | None, Option(help=f"Only this stage: {', '.join(STAGES)}.")] = None,
+    where: Annotated[str | None, Option(metavar="JSON", help=WHERE_HELP)] = None,
     order: Annotated[
-        str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
+        str, Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
     ] = "",
     limit: Limit = 50,
 ) -> Output:
@@ -78,13 +73,9 @@ def list_groups(
     chosen = {name: value for name, value in flags.items() if value is not None}
     query = parse({"$and": [read_where(where), chosen]})
     rows = list(target.run.groups.find(query, limit=limit, order=order))
-    shown = _listed(rows, limit) if rows else [_NO_GROUP]
+    ended = "(Archived, filtered and dropped ones have ended: see rolloutmq status.)"
+    shown = _listed(rows, limit) if rows else [f"No group matches. {ended}"]
     return Output([asdict(row) for row in rows], shown)
-
-
-_NO_GROUP = (
-    "No group matches. (Archived, filtered and dropped ones have ended: see rolloutmq status.)"
-)
 
 
 def _listed(rows: list[GroupRecord], limit: int) -> list[RenderableType]:
@@ -146,10 +137,8 @@ def _letters(every: Iterable[DeadLetter], task: str | None, limit: int) -> Outpu
                 what = f"rolloutmq rejudge {gid} --pdb runs its judge on these responses again"
                 shown.append(Text(what, style="dim"))
     documents = [asdict(each) | {"cause": each.cause} for each in letters]
-    return Output(documents, shown if letters else [_NO_LETTER])
-
-
-_NO_LETTER = "There are no dead letters. Failed tries are in `rolloutmq logs --level warning`."
+    none = "There are no dead letters. Failed tries are in `rolloutmq logs --level warning`."
+    return Output(documents, shown if letters else none)
 
 
 @command("requeue", epilog="Example: rolloutmq requeue math-0000000042 --yes")
@@ -157,9 +146,9 @@ _NO_LETTER = "There are no dead letters. Failed tries are in `rolloutmq logs --l
 def requeue(
     target: Target,
     gid: Annotated[
-        str | None, typer.Argument(metavar="GID", help="Id of a group: see rolloutmq dead.")
+        str | None, Argument(metavar="GID", help="Id of a group: see rolloutmq dead.")
     ] = None,
-    all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
+    all_dead: Annotated[bool, Option("--all-dead", help="Requeue all dead letters.")] = False,
     yes: Yes = False,
 ) -> Output:
     """Put a dead group, or one of a pool, back into the queue.
@@ -189,15 +178,10 @@ def drop(
     gid: GroupId = "",
     task: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="End all groups of a task that the run's config lacks now."
-        ),
+        Option(metavar="NAME", help="End all groups of a task that the run's config lacks now."),
     ] = "",
     revoke: Annotated[
-        str,
-        typer.Option(
-            metavar="WORKER", help="Worker that runs the group: its lease is revoked, too."
-        ),
+        str, Option(metavar="WORKER", help="Worker that runs the group: its lease is revoked, too.")
     ] = "",
     yes: Yes = False,
 ) -> Output:

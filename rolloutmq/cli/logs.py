@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import orjson
-import typer
 from rich.text import Text
+from typer import Argument, Option
 
 from buffer.control.control import Mode
 from buffer.control.events import Event
@@ -40,7 +40,7 @@ _LEVELS = {"error": "red", "critical": "red", "warning": "yellow"}
 
 RoleName = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="ROLE",
         help="Only this process, or all of a kind: trainer, producer, worker, worker-0, judge. "
         "run: what `rolloutmq run --detach` printed. events: those of the queue, from the server.",
@@ -52,20 +52,16 @@ RoleName = Annotated[
 def logs(
     role: RoleName = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print new lines, until the run ends or Ctrl-C.")
+        bool, Option("--follow", "-f", help="Print new lines, until the run ends or Ctrl-C.")
     ] = False,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="The number of older lines.")
-    ] = 100,
+    lines: Annotated[int, Option("--lines", "-n", min=0, help="The number of older lines.")] = 100,
     level: Annotated[
         Literal["info", "warning", "error"] | None,
-        typer.Option("--level", help="Only lines of this level and above."),
+        Option("--level", help="Only lines of this level and above."),
     ] = None,
     about: Annotated[
         str,
-        typer.Option(
-            "--about", help="Only lines about this group, worker or number of a train step."
-        ),
+        Option("--about", help="Only lines about this group, worker or number of a train step."),
     ] = "",
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,

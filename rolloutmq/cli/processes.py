@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Option
 
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld
 from producer_workers.config.sandbox import is_url
@@ -36,11 +37,9 @@ log = logging.getLogger("rolloutmq.worker")
 
 WorkerId = Annotated[
     str | None,
-    typer.Option("--id", help="Name of this process. Default: the host's and random characters."),
+    Option("--id", help="Name of this process. Default: the host's and random characters."),
 ]
-TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Fence a live process that has this --id.")
-]
+TakeOver = Annotated[bool, Option("--take-over", help="Fence a live process that has this --id.")]
 
 
 @command("worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
@@ -102,7 +101,7 @@ def producer(
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
+        bool, Option("--take-over", help="Fence another producer that is still alive.")
     ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
@@ -134,7 +133,7 @@ def judge(
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Number of processes; each judges one rollout at a time.")
+        int, Option(min=1, help="Number of processes; each judges one rollout at a time.")
     ] = 1,
 ) -> None:
     """Judge rollouts of tasks whose judging is of kind rq.
@@ -172,10 +171,7 @@ def judge(
 
 
 def _open(
-    settings: Config,
-    redis_url: str | None,
-    name: str,
-    metrics: str | None,
+    settings: Config, redis_url: str | None, name: str, metrics: str | None
 ) -> tuple[Run, Config]:
     """Return the run, and the config with the commits of the Hub that the run was made with."""
     from buffer.run.continuation import check_origin, read_origin

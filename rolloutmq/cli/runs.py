@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
 from rich.console import RenderableType
 from rich.table import Table
+from typer import Argument, Option
 
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
@@ -45,8 +45,7 @@ Examples: rolloutmq runs
 """
 
 Delete = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Remove this run and all its data from the server."),
+    str | None, Option(metavar="NAME", help="Remove this run and all its data from the server.")
 ]
 
 
@@ -103,7 +102,24 @@ def runs(
     """
     if delete is not None:
         with open_server(redis_url, run_dir) as (store, _):
-            _delete(store, choose_run(store, delete), yes).print(as_json=as_json)
+            name = choose_run(store, delete)
+            line = _line_of(store, name)
+            _, judges = count_judges(store, Keys(name))
+            if lives := [*line.lives, *(["judge"] if judges else [])]:
+                used = f"run {name!r} is in use: {', '.join(lives)}"
+                raise RoleHeld(used, hint="stop them first")
+            if not yes:
+                groups = count(sum(line.view.stages.values()) if line.view else 0)
+                raise ConfigError(
+                    f"this would remove run {name!r} with {groups} groups; nothing was changed",
+                    hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
+                )
+            view = store.at(Keys(name).meta)
+            with suppress(RunNotFound):  # an interrupted removal has deleted the files already
+                Run.open(view, name).columns.remove()
+            removed = remove_run(view, Keys(name))
+            said = f"run {name} removed: {count(removed)} keys"
+            Output({"run": name, "keys": removed}, said).print(as_json=as_json)
         return
     is_named = redis_url is not None or run_dir is not None
     folders = [] if is_named else [_folder_line(folder) for folder in known_folders(RUNS)]
@@ -140,24 +156,6 @@ def _line_of(store: Store, name: str) -> RunLine:
         return RunLine(name, read_run_view(Run.open(store, name)))
     except RunNotFound:
         return RunLine(name, None)
-
-
-def _delete(store: Store, name: str, yes: bool) -> Output:
-    line = _line_of(store, name)
-    _, judges = count_judges(store, Keys(name))
-    if lives := [*line.lives, *(["judge"] if judges else [])]:
-        raise RoleHeld(f"run {name!r} is in use: {', '.join(lives)}", hint="stop them first")
-    if not yes:
-        groups = sum(line.view.stages.values()) if line.view else 0
-        raise ConfigError(
-            f"this would remove run {name!r} with {count(groups)} groups; nothing was changed",
-            hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
-        )
-    view = store.at(Keys(name).meta)
-    with suppress(RunNotFound):  # an interrupted removal has deleted the files already
-        Run.open(view, name).columns.remove()
-    removed = remove_run(view, Keys(name))
-    return Output({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
 
 
 def _runs_table(lines: list[RunLine]) -> Table:
@@ -248,16 +246,14 @@ Examples: rolloutmq report
 def report(
     folder: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             metavar="RUN_FOLDER",
             help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Default: report.html in the run's folder."
-        ),
+        Option("--output", "-o", metavar="FILE", help="Default: report.html in the run's folder."),
     ] = None,
 ) -> None:
     """Write a run's folder as one HTML file, to send or to keep.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from buffer.errors import StoreUnavailable
 from rolloutmq.command_list import command
@@ -30,7 +31,6 @@ from rolloutmq.output import console, emit
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from rolloutmq.views.prometheus import RunCollector
     from rolloutmq.web.access import Access
 
 WEB_EPILOG = """
@@ -46,10 +46,10 @@ Examples: rolloutmq metrics            print them once
           rolloutmq metrics --serve --host 0.0.0.0 --token-file token
 """
 
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
+Host = Annotated[str, Option(help="Address to listen on.")]
+Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with the token that requests must send.")
+    Path | None, Option(metavar="FILE", help="File with the token that requests must send.")
 ]
 
 
@@ -59,11 +59,11 @@ def web(
     port: Port = 9465,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="Host name by which browsers reach it; repeatable."),
+        Option(metavar="HOST", help="Host name by which browsers reach it; repeatable."),
     ] = None,
     token_file: TokenFile = None,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Refuse all actions, even with the token.")
+        bool, Option("--read-only", help="Refuse all actions, even with the token.")
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -130,8 +130,7 @@ def _serve_page(
 @command("metrics", epilog=METRICS_EPILOG)
 def metrics(
     serve: Annotated[
-        bool,
-        typer.Option("--serve", help="Serve /metrics and /workers_wanted until Ctrl-C or SIGTERM."),
+        bool, Option("--serve", help="Serve /metrics and /workers_wanted until Ctrl-C or SIGTERM.")
     ] = False,
     host: Host = "127.0.0.1",
     port: Port = 9464,
@@ -155,18 +154,17 @@ def metrics(
     with open_server(redis_url, run_dir) as (store, _):
         collector = RunCollector(store, choose_run(store, run) if run else None)
         if serve:
-            _serve(collector, host, port, read_token(token_file) if token_file else "")
+            from rolloutmq.http_endpoint import MetricsEndpoint
+
+            token = read_token(token_file) if token_file else ""
+            pages = {"/workers_wanted": collector.read_workers_wanted}
+            endpoint = MetricsEndpoint(
+                collector.registry(), pages, host=host, port=port, token=token
+            )
+            console().print(f"{endpoint.url}/metrics")
+            stop_at_signals().wait()
+            endpoint.close()
         elif as_json:
             emit({"workers_wanted": collector.read_workers_wanted()})
         else:
             typer.echo(generate_latest(collector.registry()).decode(), nl=False)
-
-
-def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
-    from rolloutmq.http_endpoint import MetricsEndpoint
-
-    pages = {"/workers_wanted": collector.read_workers_wanted}
-    endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)
-    console().print(f"{endpoint.url}/metrics")
-    stop_at_signals().wait()
-    endpoint.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
@@ -29,10 +30,8 @@ log = logging.getLogger("rolloutmq.janitor")
 @on_run
 def janitor(
     target: Target,
-    once: Annotated[
-        bool, typer.Option("--once", help="Exit once there is nothing left to do.")
-    ] = False,
-    every: Annotated[float, typer.Option(min=0.001, help="Seconds between two sweeps.")] = 1.0,
+    once: Annotated[bool, Option("--once", help="Exit once there is nothing left to do.")] = False,
+    every: Annotated[float, Option(min=0.001, help="Seconds between two sweeps.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Revoke expired leases, expire old groups, free unused data.
@@ -90,7 +89,7 @@ SERVER_EPILOG = (
 
 @command("server", epilog=SERVER_EPILOG)
 def server(
-    stop: Annotated[bool, typer.Option("--stop", help="Stop it; its data stays on disk.")] = False,
+    stop: Annotated[bool, Option("--stop", help="Stop it; its data stays on disk.")] = False,
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -120,16 +119,15 @@ PASSWORD_BYTES = 32
 
 
 @command(
-    "acl",
-    epilog="Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl",
+    "acl", epilog="Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl"
 )
 def acl(
     run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="Name of the run, which need not exist.")
+        str, Option("--run", metavar="NAME", help="Name of the run, which need not exist.")
     ],
     secrets_file: Annotated[
         Path,
-        typer.Option(
+        Option(
             "--secrets",
             metavar="FILE",
             help="File with `role password` lines; missing passwords are generated and added.",

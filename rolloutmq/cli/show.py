@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 from rich.text import Text
+from typer import Argument, Option
 
 from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
 from buffer.failure_text import trace_of
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
     from rolloutmq.views.rejudge import Verdict
 
 
-Member = Annotated[
-    int | None, typer.Option("--member", min=0, help="Only this rollout of the group.")
-]
+Member = Annotated[int | None, Option("--member", min=0, help="Only this rollout of the group.")]
 
 _PREVIEW = 200  # characters of a response
 
@@ -53,9 +52,7 @@ def show(
     target: Target,
     gid: GroupId,
     member: Member = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also print token ids and logprobs.")
-    ] = False,
+    tokens: Annotated[bool, Option("--tokens", help="Also print token ids and logprobs.")] = False,
 ) -> Output:
     """Show one group: its stage, texts, rewards and versions.
 
@@ -72,8 +69,7 @@ def _shown(found: FoundGroup, member: int | None, tokens: bool) -> Output:
         members = {each["index"]: each for each in document["members"]}
         if member not in members:
             raise ConfigError(
-                f"{found.gid} has no member {member}",
-                hint=f"it has {len(members)}, counted from 0",
+                f"{found.gid} has no member {member}", hint=f"it has {len(members)}, counted from 0"
             )
         document["members"] = [members[member]]
     return Output(document, list(group_parts(document)))
@@ -87,12 +83,10 @@ def rejudge(
     member: Member = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="CONFIG", help="Config with the judge. Default: that of `rolloutmq run`."
-        ),
+        Option(metavar="CONFIG", help="Config with the judge. Default: that of `rolloutmq run`."),
     ] = None,
     with_pdb: Annotated[
-        bool, typer.Option("--pdb", help="Open a debugger at the line of yours that raised.")
+        bool, Option("--pdb", help="Open a debugger at the line of yours that raised.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -159,11 +153,10 @@ def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval
 def batch(
     target: Target,
     step: Annotated[
-        int | None, typer.Argument(min=1, metavar="STEP", help="Train step. Default: the newest.")
+        int | None, Argument(min=1, metavar="STEP", help="Train step. Default: the newest.")
     ] = None,
     is_eval: Annotated[
-        bool,
-        typer.Option("--eval", help="A step of the evaluations, which are counted separately."),
+        bool, Option("--eval", help="A step of the evaluations, which are counted separately.")
     ] = False,
 ) -> Output:
     """Show the groups of a train step.

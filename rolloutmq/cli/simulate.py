@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import RenderableType
+from typer import Option
 
 from producer_workers.simulation.advice import Advice, Simulated, as_config
 from rolloutmq.command_list import command
@@ -35,57 +35,51 @@ _PAUSE = (
 _MOST = 1_000_000
 Concurrency = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1, max=1024, help="Groups that a worker holds.  [default: as many as its engine fits]"
     ),
 ]
 Median = Annotated[
-    float,
-    typer.Option(min=1, max=_MOST, help="Tokens per response: median of a lognormal distribution."),
+    float, Option(min=1, max=_MOST, help="Tokens per response: median of a lognormal distribution.")
 ]
 Sigma = Annotated[
-    float,
-    typer.Option(min=0, max=10, help="Sigma of that distribution: 0.5 is mild, 1 has a long tail."),
+    float, Option(min=0, max=10, help="Sigma of that distribution: 0.5 is mild, 1 has a long tail.")
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="JSONL file with lengths or latencies that you measured."),
+    Option(metavar="FILE", help="JSONL file with lengths or latencies that you measured."),
 ]
 TokensPerS = Annotated[
-    float,
-    typer.Option(min=0.001, max=_MOST, help="Tokens per second of one sequence in a busy engine."),
+    float, Option(min=0.001, max=_MOST, help="Tokens per second of one sequence in a busy engine.")
 ]
 FirstTokenS = Annotated[
-    float, typer.Option(min=0, max=_MOST, help="Seconds to the first token of a request.")
+    float, Option(min=0, max=_MOST, help="Seconds to the first token of a request.")
 ]
 SyncS = Annotated[
     float,
-    typer.Option(
+    Option(
         min=0, max=_MOST, help="Seconds per weight update, during which workers and trainer wait."
     ),
 ]
 Staleness = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 16]"),
+    Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 16]"),
 ]
 Ahead = Annotated[
-    list[int] | None,
-    typer.Option(min=0, max=_MOST, help="max_ahead; repeatable.  [default: 1, 2, 4]"),
+    list[int] | None, Option(min=0, max=_MOST, help="max_ahead; repeatable.  [default: 1, 2, 4]")
 ]
 OnStraggler = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         help="What happens to groups that take too long: wait, drop or retry; repeatable.  "
         "[default: wait]"
     ),
 ]
-Pause = Annotated[
-    list[str] | None, typer.Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")
-]
+Pause = Annotated[list[str] | None, Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")]
 
 
 def _count(most: int, text: str) -> object:
-    return typer.Option(min=1, max=most, help=text)
+    return Option(min=1, max=most, help=text)
 
 
 @command("simulate", epilog=EPILOG)
@@ -101,7 +95,7 @@ def simulate(
     trace: Trace = None,
     tokens_per_s: TokensPerS = 40,
     first_token_s: FirstTokenS = 0.5,
-    step_s: Annotated[float, typer.Option(min=0, max=_MOST, help="Seconds per train step.")] = 60,
+    step_s: Annotated[float, Option(min=0, max=_MOST, help="Seconds per train step.")] = 60,
     sync_s: SyncS = 2,
     sync_interval: Annotated[int, _count(_MOST, "Train steps between two weight updates.")] = 1,
     staleness: Staleness = None,
@@ -109,7 +103,7 @@ def simulate(
     on_straggler: OnStraggler = None,
     pause: Pause = None,
     over_sample: Annotated[
-        float, typer.Option(min=0, max=10_000, help="Groups beyond the batch, as a share of it.")
+        float, Option(min=0, max=10_000, help="Groups beyond the batch, as a share of it.")
     ] = 0.0,
     steps: Annotated[int, _count(100_000, "Train steps to simulate.")] = 40,
     as_json: AsJson = False,

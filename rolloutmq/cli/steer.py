@@ -7,26 +7,21 @@ import socket
 import time
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from buffer.control.control import Mode
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.readable import visible
 from buffer.run.run import Run
-from buffer.run.settings import (
-    LiveSettings,
-    LiveTaskSettings,
-    parse_change,
-)
+from buffer.run.settings import LiveSettings, LiveTaskSettings, parse_change
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run, require_known
 from rolloutmq.output import age, console, plural, table
-from rolloutmq.views.operator_mode import set_operator_mode
-from rolloutmq.views.setting_view import overrides, time_text, value_text
+from rolloutmq.views.setting_view import overrides, set_operator_mode, time_text, value_text
 
-Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
+Wait = Annotated[bool, Option("--wait", help="Wait until every live worker has confirmed.")]
 Timeout = Annotated[
-    float | None, typer.Option(min=0, help="Seconds to wait. Default: the run's pause_timeout_s.")
+    float | None, Option(min=0, help="Seconds to wait. Default: the run's pause_timeout_s.")
 ]
 
 
@@ -36,9 +31,7 @@ def pause(
     target: Target,
     mode: Annotated[
         Literal["abort", "drain", "keep"],
-        typer.Option(
-            help="Running groups are returned (abort), finished (drain) or frozen (keep)."
-        ),
+        Option(help="Running groups are returned (abort), finished (drain) or frozen (keep)."),
     ] = "abort",
     wait: Wait = False,
     timeout: Timeout = None,
@@ -58,11 +51,11 @@ def resume(
     target: Target,
     task: Annotated[
         str | None,
-        typer.Option(help="Restart this task, which was stopped after too many failures in a row."),
+        Option(help="Restart this task, which was stopped after too many failures in a row."),
     ] = None,
     worker: Annotated[
         str | None,
-        typer.Option(help="Let this worker claim again, which was barred for what it submitted."),
+        Option(help="Let this worker claim again, which was barred for what it submitted."),
     ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
@@ -76,21 +69,17 @@ def resume(
     if task is not None and worker is not None:
         raise ConfigError("pass either --task or --worker", hint="run the command once for each")
     if task is not None:
-        return _resume_task(target.run, task)
+        require_known("task", task, target.run.limits.tasks)
+        failures = int(target.run.progress(task).get("failures_in_row", 0))
+        target.run.jobs.resume_task(task)
+        said = f"{task} continues: {plural(failures, 'failure')} in a row reset"
+        return Output({"task": task, "failures": failures}, said)
     if worker is not None:
         bad = target.run.fleet.unbar(worker)
         said = f"{worker} may claim again: {plural(bad, 'bad group')} reset"
         document = {"worker": worker, "bad_groups": bad}
         return Output(document, said if bad else f"{worker} was not barred")
     return _hold(target.run, Mode.RUN, wait, timeout, as_json)
-
-
-def _resume_task(run: Run, task: str) -> Output:
-    require_known("task", task, run.limits.tasks)
-    failures = int(run.progress(task).get("failures_in_row", 0))
-    run.jobs.resume_task(task)
-    said = f"{task} continues: {plural(failures, 'failure')} in a row reset"
-    return Output({"task": task, "failures": failures}, said)
 
 
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> Output:
@@ -126,7 +115,7 @@ POLL_S = 0.2  # it must poll: nothing signals the end of the last lease
 def drain(
     target: Target,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
+        float, Option(min=0, help="Seconds to wait for the last group to finish.")
     ] = 3600.0,
     as_json: AsJson = False,
 ) -> Output:
@@ -162,10 +151,8 @@ Examples: rolloutmq set max_staleness=2 tasks.math.weight=3
           rolloutmq set --list                  what differs from the config
 """
 
-
-def _describe() -> str:
-    own = [name for name in LiveSettings.model_fields if name != "tasks"]
-    return ", ".join([*own, *(f"tasks.<name>.{name}" for name in LiveTaskSettings.model_fields)])
+_SETTINGS = [name for name in LiveSettings.model_fields if name != "tasks"]
+_SETTINGS += [f"tasks.<name>.{name}" for name in LiveTaskSettings.model_fields]
 
 
 @command("set", epilog=EPILOG)
@@ -174,10 +161,10 @@ def set_(
     target: Target,
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE...", help=f"Settings to change: {_describe()}."),
+        Argument(metavar="NAME=VALUE...", help=f"Settings to change: {', '.join(_SETTINGS)}."),
     ] = None,
     listed: Annotated[
-        bool, typer.Option("--list", help="List what differs from the config, and since when.")
+        bool, Option("--list", help="List what differs from the config, and since when.")
     ] = False,
 ) -> Output:
     """Change settings of a run while it continues.
@@ -202,16 +189,12 @@ def set_(
             grid.add_row(*map(visible, row))
         return Output({"settings": found}, grid if found else "every setting is as in the config")
     changes = target.run.set(wanted, restored=restored, by=_who(), folder=target.run_dir)
-    said = [
-        f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
-        for name, (before, after) in changes.items()
-    ]
-    document = {
-        name: {"before": before, "after": after} for name, (before, after) in changes.items()
-    }
-    return Output(
-        {"changed": document}, said or "nothing to change: the run has these settings already"
-    )
+    said, document = [], {}
+    for name, (before, after) in changes.items():
+        said.append(f"{name}: {value_text(name, before)} -> {value_text(name, after)}")
+        document[name] = {"before": before, "after": after}
+    nothing = "nothing to change: the run has these settings already"
+    return Output({"changed": document}, said or nothing)
 
 
 def _who() -> str:

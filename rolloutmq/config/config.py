@@ -171,7 +171,23 @@ class Config(Attaching):
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
         tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
-        found = [*tasks, *self._late_intervals()]
+        limits = (
+            ("[policy] sync_weights_interval", self.policy.sync_weights_interval,
+             "the workers never get trained weights"),
+            ("[evaluation] every_steps", self.evaluation.every_steps or 0,
+             "only the first and the last weights are evaluated"),
+            ("[learner] warmup_steps", self.learner.warmup_steps,
+             "the learning rate never reaches learning_rate"),
+            ("[learner] decay_steps", self.learner.decay_steps or 0,
+             "the learning rate never reaches final_rate"),
+        )  # fmt: skip
+        steps = self.plan.steps
+        late = [
+            f"{key} = {given} is more than the {steps} steps of the run: {effect}"
+            for key, given, effect in limits
+            if given > steps
+        ]
+        found = [*tasks, *late]
         for section in self.attached.values():
             found += section.warnings()
         is_written = "wandb" in self.trainer.writers or self.trainer.loop is not None
@@ -209,22 +225,6 @@ class Config(Attaching):
 
     def _is_set(self, task: TaskSection, field: str) -> bool:
         return getattr(task, field) is not None or field in self.policy.model_fields_set
-
-    def _late_intervals(self) -> Iterator[str]:
-        steps = self.plan.steps
-        limits = (
-            ("[policy] sync_weights_interval", self.policy.sync_weights_interval,
-             "the workers never get trained weights"),
-            ("[evaluation] every_steps", self.evaluation.every_steps or 0,
-             "only the first and the last weights are evaluated"),
-            ("[learner] warmup_steps", self.learner.warmup_steps,
-             "the learning rate never reaches learning_rate"),
-            ("[learner] decay_steps", self.learner.decay_steps or 0,
-             "the learning rate never reaches final_rate"),
-        )  # fmt: skip
-        for key, given, effect in limits:
-            if given > steps:
-                yield f"{key} = {given} is more than the {steps} steps of the run: {effect}"
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
@@ -314,9 +314,4 @@ class Config(Attaching):
                 if (publications := getattr(task, field)) is not None:
                     own[threshold] = stale_threshold(publications, interval)
         strategy = self.strategy_of(name).kind
-        return TaskLimits(
-            weight=task.weight,
-            eval_of=task.eval_of,
-            strategy=strategy,
-            **own,
-        )
+        return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)

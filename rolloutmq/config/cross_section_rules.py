@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from math import ceil, inf
+from math import ceil
 from typing import Any, NamedTuple
 
 from buffer.config.memory_budget import MemoryNeed
@@ -16,12 +16,7 @@ from buffer.config.run_settings import PolicySection
 from buffer.imports import is_dotted_path
 from buffer.wire.staleness import stale_threshold
 from consumer.config.critic import CriticConfig
-from consumer.config.trainer import (
-    MOST_PROBLEMS,
-    PASS_AT,
-    WITHIN_A_GROUP,
-    TrainerSection,
-)
+from consumer.config.trainer import MOST_PROBLEMS, PASS_AT, WITHIN_A_GROUP, TrainerSection
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.task import TaskSection, attached_kinds
 from producer_workers.hub import is_id
@@ -201,7 +196,8 @@ RULES_OF_TRAINING = (
     Rule(lambda c, t, name: t.images and c.trainer.loop is None,
         "task {name} shows images, which the reference trainer cannot train on",
         "set [trainer] loop to a trainer of your own"),
-    Rule(lambda c, t, name: (c.policy.max_token_staleness or 0) > _or_inf(t.max_staleness),
+    Rule(lambda c, t, name: t.max_staleness is not None and
+            (c.policy.max_token_staleness or 0) > t.max_staleness,
         "[policy] max_token_staleness = {c.policy.max_token_staleness} must be at most "
         "[tasks.{name}] max_staleness = {t.max_staleness}",
         "a group expires with its oldest token"),
@@ -235,10 +231,6 @@ def _reads_no_rewards(trainer: TrainerSection) -> bool:
     return trainer.loop is None and trainer.advantages == "none"
 
 
-def _or_inf(limit: int | None) -> float:
-    return inf if limit is None else limit
-
-
 def _compared(trainer: TrainerSection) -> int:
     """Return how many rollouts of a prompt are compared with one another at least."""
     if trainer.advantages == "pass_at_k":
@@ -255,11 +247,6 @@ def _kinds_fit(config: Any) -> Iterator[str]:
     attached = [each for task in config.tasks.values() for each in task.attached.values()]
     if reference is not None and not any(reference in each.weights for each in attached):
         yield f"[learner.loss] kl_reference = {reference} is no teacher of a task"
-
-
-def _responses_fit_the_context(config: Any) -> Iterator[str]:
-    # workers check it again with what their engine reports
-    yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
 
 
 def _distributions_are_whole(config: Any) -> Iterator[str]:
@@ -305,7 +292,8 @@ def too_many_problems(task: str, problems: int) -> str:
 
 _FUNCTIONS: tuple[Callable[[Any], Iterator[str]], ...] = (
     memory_problem,
-    _responses_fit_the_context,
+    # workers check it again with what their engine reports
+    lambda c: context_problems(c, getattr(c.engine, "max_model_len", None), c.tasks),
     _distributions_are_whole,
     _kinds_fit,
     _evaluations_are_asked_for,

@@ -7,7 +7,7 @@ process of the run compares it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ import orjson
 
 from buffer.run.origin import Origin, TaskOrigin
 from producer_workers.config.dataset import DatasetSection
-from producer_workers.config.task import TaskSection
-from producer_workers.hub import Repository, model_repository
+from producer_workers.hub import model_repository
 from rolloutmq.config.config import Config
 
 PART_BYTES = 1 << 18
@@ -49,29 +48,24 @@ SHAPE = (
 def origin_of(config: Config, model: Path) -> Origin:
     """Return what a run of this config draws from. `model`: the folder that it starts with."""
     repository = model_repository(config.policy)
+    judges = [judge for task in config.tasks.values() for judge in task.attached.values()]
+    judged = [each for judge in judges for each in judge.repositories]
     return Origin(
         seed=config.run.seed,
         source=repository and repository.pin,
         tokenizer=_files(model / name for name in TOKENIZER_FILES),
         architecture=_architecture(model / "config.json"),
-        tasks={name: _task(task) for name, task in config.tasks.items()},
-        models=sorted(filter(None, {each.pin for each in _models(config)})),
-    )
-
-
-def _models(config: Config) -> Iterator[Repository]:
-    for task in config.tasks.values():
-        for judge in task.attached.values():
-            yield from judge.repositories
-
-
-def _task(task: TaskSection) -> TaskOrigin:
-    return TaskOrigin(
-        data=_data(task.dataset, task.split),
-        source=task.dataset.repository and task.dataset.repository.pin,
-        eval_of=task.eval_of,
-        shuffle=task.shuffle,
-        prompt_repeat_k=task.prompt_repeat_k,
+        tasks={
+            name: TaskOrigin(
+                data=_data(task.dataset, task.split),
+                source=task.dataset.repository and task.dataset.repository.pin,
+                eval_of=task.eval_of,
+                shuffle=task.shuffle,
+                prompt_repeat_k=task.prompt_repeat_k,
+            )
+            for name, task in config.tasks.items()
+        },
+        models=sorted({each.pin for each in judged if each.pin}),
     )
 
 
@@ -84,16 +78,13 @@ def _data(section: DatasetSection, split: str | None) -> str | None:
         return pin and _digest(settings, section.repository.id)
     if section.files is None:
         return _digest(settings, *([split] if section.is_generated else []))
-    content = _files(_data_files(section.files))
+    files = [section.files]
+    if section.files.is_dir():
+        found = [file for file in section.files.rglob("*") if file.suffix in (".arrow", ".parquet")]
+        # `datasets` writes caches of its own beside them
+        files = sorted(file for file in found if not file.name.startswith(("cache-", ".")))
+    content = _files(files)
     return content and _digest(settings, content)
-
-
-def _data_files(path: Path) -> list[Path]:
-    """Return the files of a data set; `datasets` writes caches of its own beside them."""
-    if not path.is_dir():
-        return [path]
-    found = [file for file in path.rglob("*") if file.suffix in (".arrow", ".parquet")]
-    return sorted(file for file in found if not file.name.startswith(("cache-", ".")))
 
 
 def _architecture(file: Path) -> str | None:

@@ -65,7 +65,24 @@ def validate_config(tree: Mapping[str, Any], where: str) -> Config:
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    tree = _read_toml(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read the config: {error.strerror}",
+            hint="give the path of a TOML file; configs/ has examples",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (see byte {error.start})") from error
+    try:
+        tree = tomllib.loads(text)
+    except RecursionError:
+        raise nested(str(path)) from None
+    except ValueError as error:  # TOMLDecodeError is one
+        what = f"{path}: not valid TOML: {error}"
+        if found := re.search(r"at line (\d+)", str(error)):
+            what += f"\n  line {found[1]}: {mask_url(text.splitlines()[int(found[1]) - 1].strip())}"
+        raise ConfigError(what) from error
     for override in overrides:
         assign(tree, override)
     require_plain(tree, str(path))
@@ -104,24 +121,3 @@ def _valid(adapter: TypeAdapter[Any], values: Mapping[str, Any]) -> dict[str, An
         with suppress(ValidationError):
             valid[name] = adapter.validate_json(to_strict_json(value), strict=True)
     return valid
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot read the config: {error.strerror}",
-            hint="give the path of a TOML file; configs/ has examples",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (see byte {error.start})") from error
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise nested(str(path)) from None
-    except ValueError as error:  # TOMLDecodeError is one
-        what = f"{path}: not valid TOML: {error}"
-        if found := re.search(r"at line (\d+)", str(error)):
-            what += f"\n  line {found[1]}: {mask_url(text.splitlines()[int(found[1]) - 1].strip())}"
-        raise ConfigError(what) from error

@@ -7,7 +7,7 @@ any other commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -50,7 +50,9 @@ def fetch(
             pinned[each] = each._replace(revision=commit)
     opened = {each.name: pin.revision for each, pin in pinned.items() if each.revision is None}
     if origin is None and opened.keys() - noted.keys():
-        _write(note, opened | noted)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        option = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
+        replace_file(note, orjson.dumps(opened | noted, option=option))
     policy, tasks = config.policy, {}
     if repository := model_repository(policy):
         policy = policy.model_copy(update={"revision": pinned[repository].revision})
@@ -93,8 +95,3 @@ def _read(note: Path) -> dict[str, str]:
             "them)",
         ) from error
     return found
-
-
-def _write(note: Path, found: Mapping[str, str | None]) -> None:
-    note.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(note, orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))

@@ -10,6 +10,7 @@ from string import Template
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from buffer.errors import ConfigError, SandboxUnavailable
 from buffer.readable import did_you_mean
@@ -146,26 +147,23 @@ Examples: rolloutmq init my-run --template math
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the project.")]
-TemplateName = Annotated[
-    str, typer.Option("--template", help=f"What is learned: {', '.join(KINDS)}.")
-]
+Folder = Annotated[Path, Argument(metavar="FOLDER", help="New folder of the project.")]
+TemplateName = Annotated[str, Option("--template", help=f"What is learned: {', '.join(KINDS)}.")]
 Model = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Model folder, id of the Hugging Face Hub, or tiny: a model with random weights, "
         f"which the run builds.  [default: {DEFAULT_MODEL}, or tiny without a GPU]"
     ),
 ]
 Data = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="JSONL or Parquet file, folder, or id of the Hub.  [default: a sample of problems]"
     ),
 ]
 Gpus = Annotated[
-    int | None,
-    typer.Option(min=0, max=1024, help="GPUs of the run.  [default: those of this machine]"),
+    int | None, Option(min=0, max=1024, help="GPUs of the run.  [default: those of this machine]")
 ]
 
 

@@ -150,31 +150,25 @@ class Child:
         # an error of torch (1) may be that of a rank whose peer ended
         return min(own, key=lambda rank: (codes[rank] == 1, rank), default=0)
 
-    def _end_together(self) -> None:
-        """Kill ranks that outlive another one: they may wait for it forever."""
-        if len(self._running) in (0, len(self._processes)):
-            return
-        now = time.monotonic()
-        self._first_end = self._first_end or now
-        if now - self._first_end < RANK_END_S:
-            return
-        for rank, process in enumerate(self._processes):
-            if process.poll() is None:
-                self._killed.add(rank)
-                process.kill()
-
     def keep_alive(self, *more: str, is_over: bool = False) -> str | None:
         """Restart an ended process; return a report. Raises ChildFailed if that is hopeless.
 
         One that succeeded is not restarted if the run `is_over`: it has seen the end of the run.
         """
-        self._end_together()
+        now = time.monotonic()
+        if len(self._running) not in (0, len(self._processes)):
+            self._first_end = self._first_end or now
+            if now - self._first_end >= RANK_END_S:  # ranks may wait for another one forever
+                for rank, process in enumerate(self._processes):
+                    if process.poll() is None:
+                        self._killed.add(rank)
+                        process.kill()
         code = self.exit_code
         if code is None or (code == 0 and is_over):
             return None
         if self._retry_at == 0.0:
             return self._note_end(code)
-        if time.monotonic() < self._retry_at:
+        if now < self._retry_at:
             return None
         self._retry_at = 0.0
         self.start(*more)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from typer import Argument, Option
 
 from buffer.errors import INTERRUPTED
 from consumer.handle.checkpoint import CheckpointFolder
@@ -30,14 +30,12 @@ from rolloutmq.options import (
 from rolloutmq.output import age, console, emit, table
 from rolloutmq.presets import open_config
 from rolloutmq.process_log import log_json
-from rolloutmq.run_owner import LaunchRecord, Stage, choose_folder, interrupt, is_owned, read_record
+from rolloutmq.run_owner import Stage, choose_folder, interrupt, is_owned, read_record
 
-TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Fence another trainer that is still alive.")
-]
+TakeOver = Annotated[bool, Option("--take-over", help="Fence another trainer that is still alive.")]
 Regenerate = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--regenerate",
         help="Clear what the server has of the run, and generate again what the newest checkpoint "
         "does not prove. For a server that lost a part of the run, or all of it.",
@@ -45,7 +43,7 @@ Regenerate = Annotated[
 ]
 ExitWhenStuck = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--exit-when-stuck",
         help="End with exit code 5 where the trainer needs a task that was stopped after too many "
         "failures, instead of waiting until it is resumed. For batch systems.",
@@ -53,7 +51,7 @@ ExitWhenStuck = Annotated[
 ]
 Detach = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--detach", "-d", help="Return once the run is under way; it continues in the background."
     ),
 ]
@@ -177,10 +175,10 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
 @command("export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
-    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="A step with a checkpoint.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the model.")],
+    step: Annotated[int, Argument(min=1, metavar="STEP", help="A step with a checkpoint.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="New folder of the model.")],
     float32: Annotated[
-        bool, typer.Option("--float32", help="Write the numbers as trained, not in bfloat16.")
+        bool, Option("--float32", help="Write the numbers as trained, not in bfloat16.")
     ] = False,
     overrides: Overrides = None,
 ) -> None:
@@ -201,7 +199,7 @@ def evaluate(
     config: ConfigPath,
     checkpoint: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="CHECKPOINT",
             help="Step of a checkpoint, or a model folder. Default: the newest checkpoint.",
         ),
@@ -234,7 +232,7 @@ def evaluate(
 
 @command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")
 def gpu_check(
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
+    steps: Annotated[int, Option("--steps", min=1, help="Number of train steps.")] = 3,
     overrides: Overrides = None,
 ) -> None:
     """Check the pipeline on one CUDA GPU.
@@ -256,9 +254,7 @@ Examples: rolloutmq stop
 POLL_S = 0.2
 Now = Annotated[
     bool,
-    typer.Option(
-        "--now", help="As a second Ctrl-C: kill its processes. The newest checkpoint is kept."
-    ),
+    Option("--now", help="As a second Ctrl-C: kill its processes. The newest checkpoint is kept."),
 ]
 
 
@@ -276,23 +272,16 @@ def stop(now: Now = False, run_dir: RunDir = None, as_json: AsJson = False) -> N
     if not as_json:
         how = "at once" if now else "in order"
         console().print(f"run {before.run} in {folder}: stopping {how} (process {before.pid})")
-    _wait(folder, quiet=as_json)
-    _report(folder, read_record(folder) or before, time.monotonic() - begin, as_json)
-
-
-def _wait(folder: Path, *, quiet: bool) -> None:
-    """Wait for the end of the owner; print what it waits for."""
     shown = ""
     while is_owned(folder):
         record = read_record(folder)
         is_stopping = record and record.stage is Stage.STOPPING
-        if record and is_stopping and record.detail not in ("", shown) and not quiet:
+        if record and is_stopping and record.detail not in ("", shown) and not as_json:
             shown = record.detail
             console().print(f"  {shown}")
         time.sleep(POLL_S)
-
-
-def _report(folder: Path, record: LaunchRecord, took_s: float, as_json: bool) -> None:
+    took_s = time.monotonic() - begin
+    record = read_record(folder) or before
     steps = CheckpointFolder(folder / "checkpoints").steps()
     step = steps[-1] if steps else 0
     if as_json:
@@ -305,10 +294,8 @@ def _report(folder: Path, record: LaunchRecord, took_s: float, as_json: bool) ->
         of = f" of {record.steps}" if step <= record.steps else ""
         done = f"at step {step}{of}" if step else "before its first checkpoint"
         rest = "".join(f"; {part}" for part in (record.detail, record.account) if part)
-        took = age(took_s * 1000)
-        console().print(
-            f"run {record.run} {record.stage} {done}, after {took}{rest}", soft_wrap=True
-        )
+        said = f"run {record.run} {record.stage} {done}, after {age(took_s * 1000)}{rest}"
+        console().print(said, soft_wrap=True)
     if record.stage in (Stage.FAILED, Stage.DIED):
         sys.exit(1)
 
@@ -333,11 +320,22 @@ def _start_detached(arguments: list[str], folder: Path, where: str) -> int:
         )  # fmt: skip
     screen = console()
     try:
-        code = _follow(process, log, folder, screen)
+        is_running = False
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            while not is_running:
+                code = process.poll()
+                record = read_record(folder)
+                for line in lines:
+                    screen.print(line.rstrip("\n"), soft_wrap=True)
+                if code is not None:
+                    return code if code >= 0 else 1
+                if record and record.pid == process.pid:
+                    is_running = record.stage is Stage.RUNNING
+                time.sleep(START_POLL_S)
     except KeyboardInterrupt:
-        code = 0
-    if code or process.poll() is not None:
-        return code
+        pass  # it continues without this process
+    if process.poll() is not None:
+        return 0
     screen.print(f"\nthe run continues in the background (process {process.pid}):")
     commands = {
         f"rolloutmq status --follow {where}": "watch it live",
@@ -348,18 +346,3 @@ def _start_detached(arguments: list[str], folder: Path, where: str) -> int:
     for words, what in commands.items():
         screen.print(f"  {words:<{width}}  {what}", soft_wrap=True)
     return 0
-
-
-def _follow(process: subprocess.Popen[bytes], log: Path, folder: Path, screen: Console) -> int:
-    """Print the log of a new run until it is under way or has ended; return its exit code."""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        while True:
-            code = process.poll()
-            record = read_record(folder)
-            for line in lines:
-                screen.print(line.rstrip("\n"), soft_wrap=True)
-            if code is not None:
-                return code if code >= 0 else 1
-            if record and record.pid == process.pid and record.stage is Stage.RUNNING:
-                return 0
-            time.sleep(START_POLL_S)

@@ -120,7 +120,8 @@ def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = Fal
     consumer.open(position=Position(), take_over=take_over)
     adapter = config.run.folder / ADAPTER
     if adapter.is_dir():
-        publish(consumer, open_sender(config, run), 0, partial(_copy, adapter), pause="abort")
+        copy = partial(shutil.copytree, adapter, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        publish(consumer, open_sender(config, run), 0, copy, pause="abort")
     consumer.pause("abort", lanes="eval")
     log = StepWriter(config.run.folder)
     for task in config.held_out_tasks:
@@ -129,7 +130,3 @@ def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = Fal
         log.add_evaluation(0, task, metrics)
     consumer.finish()
     consumer.close()
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)

@@ -31,13 +31,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import STOPPED, Child
 from rolloutmq.launch.create import create_again, create_run
-from rolloutmq.launch.prepare import (
-    await_roles,
-    check_start,
-    is_done,
-    last_step,
-    prepare_model,
-)
+from rolloutmq.launch.prepare import await_roles, check_start, is_done, last_step, prepare_model
 from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own

@@ -189,26 +189,21 @@ def _rollout(member: Mapping[str, Any]) -> Iterator[Text]:
         (" · finish ", "dim"), member["finish_reason"] or "-",
     )  # fmt: skip
     yield _version_bar(member)
-    yield _response(member)
+    versions = {span["version"] for span in member["spans"]}
+    style = version_style(versions.pop()) if len(versions) == 1 else ""
+    text = Text()
+    for turn in member.get("turns") or [{"trained": True, "text": member["response"]}]:
+        # text that was not sampled (a tool's, say) is dim
+        text.append(turn["text"], style=style if turn["trained"] else "dim")
+    yield text if text.plain else Text("(no text)", style="dim")
     if others := {name: value for name, value in reward.items() if name != "score"}:
-        text = ", ".join(f"{name} {value:g}" for name, value in others.items())
-        yield Text(f"rewards {text}", style="dim")
+        said = ", ".join(f"{name} {value:g}" for name, value in others.items())
+        yield Text(f"rewards {said}", style="dim")
     if member["error"]:
         yield Text(member["error"], style="red")
     if "response_ids" in member:
         pairs = zip(member["response_ids"], member["logprobs"], strict=True)
         yield Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim")
-
-
-def _response(member: Mapping[str, Any]) -> Text:
-    """Return the response, with text that was not sampled (a tool's, say) dimmed."""
-    versions = {span["version"] for span in member["spans"]}
-    style = version_style(versions.pop()) if len(versions) == 1 else ""
-    turns = member.get("turns") or [{"trained": True, "text": member["response"]}]
-    text = Text()
-    for turn in turns:
-        text.append(turn["text"], style=style if turn["trained"] else "dim")
-    return text if text.plain else Text("(no text)", style="dim")
 
 
 def _version_bar(member: Mapping[str, Any]) -> Text:

@@ -200,12 +200,6 @@ def _evaluations(view: RunView) -> Cells:
                 yield (task, name), evaluation.metrics[f"eval/{name}"]
 
 
-def _silences(view: RunView) -> Cells:
-    for holder in (view.trainer, view.producer):
-        if holder.silent_ms is not None:
-            yield (holder.role,), holder.silent_ms / 1000
-
-
 def _workers(view: RunView) -> Cells:
     # states that no worker has are 0, so that a graph of them does not end
     counts = Counter({state.value: 0 for state in WorkerState})
@@ -293,7 +287,11 @@ FAMILIES: tuple[Family, ...] = (
         "role_alive", "1 while the role's holder sends heartbeats.", ("role",),
         lambda s: (((role.role,), float(role.is_alive)) for role in (s.trainer, s.producer)),
     ),
-    Family("role_silent_seconds", "Since its last heartbeat.", ("role",), _silences),
+    Family(
+        "role_silent_seconds", "Since its last heartbeat.", ("role",),
+        lambda s: [((role.role,), role.silent_ms / 1000) for role in (s.trainer, s.producer)
+            if role.silent_ms is not None],
+    ),
     Family("workers", "Workers; silent ones have missed a lease.", ("state",), _workers),
     Family(
         "worker_groups_held", "Leases that a worker holds.", ("worker",),

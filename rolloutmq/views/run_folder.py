@@ -85,21 +85,22 @@ SHOWN_LETTERS = 50  # letters of one cause that are listed
 
 def letters_by_cause(letters: Sequence[DeadLetter], total: int) -> dict[str, Any]:
     """Return the causes of `letters`; `total`: with those that were not read."""
-    causes = [_described(cause, found) for cause, found in by_cause(letters)]
+    causes = [
+        {
+            "cause": cause,
+            "count": len(found),
+            "tasks": sorted({letter.task for letter in found}),
+            "workers": sorted({letter.worker for letter in found if letter.worker}),
+            "newest_ms": min(letter.age_ms for letter in found),
+            "trace": trace_of(found[0].reason),
+            "letters": [
+                asdict(letter) | {"reason": message_of(letter.reason)}
+                for letter in found[:SHOWN_LETTERS]
+            ],
+        }
+        for cause, found in by_cause(letters)
+    ]
     return {"total": total, "read": len(letters), "causes": causes}
-
-
-def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
-    shown = letters[:SHOWN_LETTERS]
-    return {
-        "cause": cause,
-        "count": len(letters),
-        "tasks": sorted({letter.task for letter in letters}),
-        "workers": sorted({letter.worker for letter in letters if letter.worker}),
-        "newest_ms": min(letter.age_ms for letter in letters),
-        "trace": trace_of(letters[0].reason),
-        "letters": [asdict(each) | {"reason": message_of(each.reason)} for each in shown],
-    }
 
 
 def accuracy_table(evaluations: Evaluations) -> Table:

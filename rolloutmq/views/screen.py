@@ -88,7 +88,8 @@ def live_screen(view: RunView, history: History, notes: LiveNotes) -> Renderable
     parts += [Text(notes.trouble, style="bold red")] if notes.trouble else []
     parts += ["", *_curves(history), "", *_groups(view)]
     parts += [_fit(Text(trouble, style="red")) for trouble in view.troubles]
-    parts += ["", _waits(history), _facts(view)]
+    waits = (" · ".join(history.waits) or "nobody", "yellow")  # which process waits for which now
+    parts += ["", _fit(Text.assemble((f"{'waits':<13}", "dim"), waits)), _facts(view)]
     parts += [_fit(Text(line, style="yellow")) for line in starting_lines(view, notes.started_s)]
     parts += [*_workers(view), ""]
     parts += [_fit(event_text(event)) for event in view.events[-MOST_EVENTS:]]
@@ -184,11 +185,7 @@ def _role(role: RoleHolder) -> Text:
 
 def _workers_text(view: RunView) -> Text:
     live = len(view.live_workers)
-    counts = {
-        "alive": live,
-        "silent": len(view.silent_workers),
-        "gone": len(view.ended_workers),
-    }
+    counts = {"alive": live, "silent": len(view.silent_workers), "gone": len(view.ended_workers)}
     totals = {
         row.total: sum(getattr(worker, name) or 0 for worker in view.live_workers)
         for name, row in NUMBERS.items()
@@ -308,12 +305,6 @@ def _curves(history: History) -> Iterator[Text]:
 def _curve(name: str, values: list[float], width: int, now: str) -> Text:
     line = sparkline(values, width)
     return _fit(Text.assemble((f"{name:<13}", "dim"), (line, "cyan"), f"  {now}"))
-
-
-def _waits(history: History) -> Text:
-    """Return which process waits for which now."""
-    waits = " · ".join(history.waits) or "nobody"
-    return _fit(Text.assemble((f"{'waits':<13}", "dim"), (waits, "yellow")))
 
 
 def _workers(view: RunView) -> Iterator[RenderableType]:

@@ -1,9 +1,9 @@
-"""List the settings that `rolloutmq set` can change, and those that differ from the config."""
+"""What an operator changes while a run continues: its settings, and whether it is paused."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from buffer.config.section import meanings
+from buffer.control.control import ControlState, Mode
 from buffer.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.run.run import Run
 from buffer.run.settings import (
     THRESHOLDS,
     LiveSettings,
@@ -19,6 +21,7 @@ from buffer.run.settings import (
     SettingsRecord,
     publications,
 )
+from rolloutmq.views.run_view import read_run_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
                 inherited = getattr(own, THRESHOLDS[name]) is None
                 value = _value(limits if inherited else own, name, limits.sync_weights_interval)
             else:
-                value = getattr(limits.of(task), name)
+                value = limits.setting(task, name)
                 inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
             yield LiveSetting(f"tasks.{task}.{name}", value, docs[name], _range(field), inherited)
 
@@ -97,3 +100,30 @@ def value_text(name: str, value: object) -> str:
 
 def time_text(set_ms: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(set_ms / 1000))
+
+
+Report = Callable[[str], object]
+
+
+def set_operator_mode(run: Run, mode: Mode, report: Report) -> tuple[ControlState, bool]:
+    """Set and report the operator's mode; return the control state, and whether it is new."""
+    before = run.control.state()
+    is_orphan = mode is Mode.RUN and read_run_view(run).is_orphaned
+    field: Any = run.store.ask("mode", "HGET", run.keys.control, "operator_mode")
+    is_set = (field.decode() if field else Mode.RUN) == mode
+    changed = not is_set or is_orphan
+    state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
+    if is_orphan:
+        report(
+            f"run {run.name}: its trainer paused it ({before.mode}) and is gone; that "
+            "pause is ended, too"
+        )
+    said = "resumed" if changed else "it was not paused by an operator"
+    by_trainer = (
+        "" if state.mode is Mode.RUN else f"; the trainer itself has paused it ({state.mode})"
+    )
+    if mode is not Mode.RUN:
+        said = f"{'paused' if changed else 'was already paused'} by the operator ({mode})"
+        by_trainer = ""
+    report(f"run {run.name}: {said}, control epoch {state.epoch}{by_trainer}")
+    return state, changed

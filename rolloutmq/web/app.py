@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -107,7 +107,11 @@ def make_folder_app(
 
 def _application(routes: list[Route], hosts: list[str], lifespan: Any = None) -> Starlette:
     return Starlette(
-        routes=[Route("/", _page), Mount("/static", StaticFiles(directory=STATIC)), *routes],
+        routes=[
+            Route("/", lambda _: FileResponse(STATIC / "page.html")),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            *routes,
+        ],
         lifespan=lifespan,
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
@@ -115,10 +119,6 @@ def _application(routes: list[Route], hosts: list[str], lifespan: Any = None) ->
         ],
         exception_handlers=ERRORS,
     )
-
-
-def _page(request: Request) -> Response:
-    return FileResponse(STATIC / "page.html")
 
 
 class _SafeHeaders:

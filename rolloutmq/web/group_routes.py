@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,8 @@ from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, add_texts,
 from rolloutmq.options import read_where, require_known
 from rolloutmq.views.found_group import FoundGroup, find_group, locate
 from rolloutmq.views.group_list import MOST_READ, OUTCOMES, Wanted, list_groups
-from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.run_folder import letters_by_cause
-from rolloutmq.views.setting_view import live_settings
+from rolloutmq.views.setting_view import live_settings, set_operator_mode
 from rolloutmq.web.access import Access, number_in
 
 PAGE = 25
@@ -54,7 +54,7 @@ class GroupRoutes:
         return [
             access.reading("/api/groups", self._groups),
             access.reading("/api/groups/{gid}", self._group),
-            access.reading("/api/samples", self._logged),
+            access.reading("/api/samples", partial(logged_samples, self._samples)),
         ]
 
     def _groups(self, request: Request) -> Any:
@@ -74,7 +74,11 @@ class GroupRoutes:
         gid = request.path_params["gid"]
         step = request.query_params.get("step")
         if step and (sample := self._sample(gid, number_in(step, 10**9))):
-            return replace(self._place(gid), sample=sample).document(tokens=True)
+            try:
+                found = locate(self._run, gid)
+            except (ConfigError, AccountError):  # the server has lost it, or is another one
+                found = FoundGroup(gid)
+            return replace(found, sample=sample).document(tokens=True)
         found = find_group(self._run, gid, self._samples)
         document = found.document(tokens=True)
         if found.group:
@@ -83,19 +87,9 @@ class GroupRoutes:
                 member["token_texts"] = self._texts.of(member["response_ids"])
         return document
 
-    def _place(self, gid: str) -> FoundGroup:
-        """Locate a group; return no place if the server has lost it or is another one."""
-        try:
-            return locate(self._run, gid)
-        except (ConfigError, AccountError):
-            return FoundGroup(gid)
-
     def _sample(self, gid: str, step: int) -> Sample | None:
         samples = self._samples.read(step) if self._samples else []
         return next((sample for sample in samples if sample["gid"] == gid), None)
-
-    def _logged(self, request: Request) -> Any:
-        return logged_samples(self._samples, request)
 
 
 def logged_samples(log: SampleLog | None, request: Request) -> Any:

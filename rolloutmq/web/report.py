@@ -45,7 +45,15 @@ def write_report(folder: Path, file: Path, account: str = "") -> int:
 def _page(saved: dict[str, Any]) -> str:
     # < as an escape: no text can end the block
     data = orjson.dumps(saved, option=orjson.OPT_NON_STR_KEYS).decode().replace("<", "\\u003c")
-    modules = orjson.dumps({"imports": _modules()}).decode()
+    # modules as data URLs, by their paths: one in a data URL cannot import by a relative path
+    imports = {}
+    for file in sorted(STATIC.rglob("*.js")):
+        parts = re.split(r'"(\.\.?/[\w./]+\.js)"', file.read_text(encoding="utf-8"))
+        for place in range(1, len(parts), 2):
+            parts[place] = f'"{_name((file.parent / parts[place]).resolve())}"'
+        code = b64encode("".join(parts).encode()).decode()
+        imports[_name(file)] = f"data:text/javascript;base64,{code}"
+    modules = orjson.dumps({"imports": imports}).decode()
     page = (STATIC / "page.html").read_text(encoding="utf-8")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     page = re.sub(r'<link rel="icon".*?>', policy, page)
@@ -62,21 +70,6 @@ def _page(saved: dict[str, Any]) -> str:
 def _inlined(found: re.Match[str]) -> str:
     tag = "style" if found[0].startswith("<link") else "script"
     return f"<{tag}>{(STATIC / found[1]).read_text(encoding='utf-8')}</{tag}>"
-
-
-def _modules() -> dict[str, str]:
-    """Return an import map of all modules as data URLs, by their paths.
-
-    A module in a data URL cannot import by a relative path.
-    """
-    found = {}
-    for file in sorted(STATIC.rglob("*.js")):
-        parts = re.split(r'"(\.\.?/[\w./]+\.js)"', file.read_text(encoding="utf-8"))
-        for place in range(1, len(parts), 2):
-            parts[place] = f'"{_name((file.parent / parts[place]).resolve())}"'
-        code = b64encode("".join(parts).encode()).decode()
-        found[_name(file)] = f"data:text/javascript;base64,{code}"
-    return found
 
 
 def _name(file: Path) -> str:

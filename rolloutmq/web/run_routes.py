@@ -51,15 +51,17 @@ class RunRoutes:
 
     def all(self) -> list[Route]:
         return [
-            self._access.reading("/api/runs", self._runs),
+            self._access.reading(
+                "/api/runs",
+                lambda _: {
+                    "own": self._run_dir.resolve().name if self._run_dir else None,
+                    "runs": list(run_folders(self._run_dir)),
+                },
+            ),
             self._access.reading("/api/waits", self._waits),
             self._access.reading("/api/steps", self._steps),
             Route("/api/stream", self._stream),
         ]
-
-    def _runs(self, request: Request) -> Any:
-        own = self._run_dir.resolve().name if self._run_dir else None
-        return {"own": own, "runs": list(run_folders(self._run_dir))}
 
     def _waits(self, request: Request) -> Any:
         found = self._watcher.waits()

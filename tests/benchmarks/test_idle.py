@@ -1,13 +1,7 @@
-"""Real pipeline and discrete-event model are asked about the same work, and count it alike."""
-
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
-from benchmarks.figure import Figure
-from benchmarks.fleet_plots import draw_fleets
 from benchmarks.idle import play
 from benchmarks.server import memory_server
 from producer_workers.simulation.event_model import simulate
@@ -50,15 +44,3 @@ def test_pipeline_trains_the_same_draws_as_the_model(interruption: Interruption)
         assert outcome.busy_s >= outcome.trained_tokens * setting.token_s * 0.999
     if interruption != "abort":
         assert real.busy_s <= real.capacity_s
-
-
-def test_pictures_of_idle_shares_need_nothing_but_figures(tmp_path: Path) -> None:
-    figures = []
-    for kind in ("pipeline", "ideal"):
-        for what in ("workers idle", "trainer waits", "waste", "age 0", "age 1"):
-            figures.append(
-                Figure("idle, bimodal", f"staleness 1, keep: {what}, {kind}", 50, "%", detail=True)
-            )
-    figures.append(Figure("idle, bimodal", "staleness 1, keep: pipeline / ideal", 0.98, "x", 0.97))
-    draw_fleets(figures, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"idle.png"}

@@ -32,7 +32,6 @@ class Harm(NamedTuple):
 
 
 def every_harm(client: Any, run: str) -> Iterator[Harm]:
-    """All ways to damage one key of a run."""
     for key in sorted(run_keys(client, run)):
         kind = client.type(key).decode()
         yield Harm(key, "deleted", partial(_delete, key))

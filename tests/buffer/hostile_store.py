@@ -32,57 +32,27 @@ VISITS = 2
 
 ABSURD = (
     *(
-        b"",
-        b"no such word",
-        b"-1",
-        b"-5",
-        b"01",
-        b"+1",
-        b" 1",
-        b"1 ",
-        b"1.5",
-        b"0x10",
-        b"1e3",
-        b"nan",
-        b"inf",
-        b"-inf",
+        b"", b"no such word", b"-1", b"-5", b"01", b"+1", b" 1", b"1 ", b"1.5", b"0x10", b"1e3",
+        b"nan", b"inf", b"-inf",
     ),
     *(
-        b"1e999",
-        b"9" * 20,
-        b"7\x00",
-        b"7\n",
-        b"\x00",
-        b"\xff\xfe",
-        b"\xed\xa0\x80",
-        b"\xc0\xaf",
-        b"a b",
-        b"a:b:c",
-        b"{}",
+        b"1e999", b"9" * 20, b"7\x00", b"7\n", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\xaf",
+        b"a b", b"a:b:c", b"{}",
     ),
     *(b"x" * 300, b"eval  evil", b"math-9999999999", b"math-1", b"bucket:999"),
-)
+)  # fmt: skip
 
 WORDS = {
-    "bucket": r"bucket:\d\d?",
-    "gid": r"[\w.-]+-00[0-6]\d{7}",
-    "hex": r"[0-9a-f]{1,8}",
-    "lanes": r"((eval|resume|fresh)( |$))*",
-    "name": r"[\w.-]{1,64}",
-    "names": r"[A-Za-z0-9][\w,-]{0,511}",
-    "number": r"-?\d{1,25}(\.\d*)?(e[+-]?\d{1,2})?",
-    "policy": r"[\w.:-]{1,256}",
-    "token": r"[\w.:-]{1,64}",
-    "weights": r"[\w.-]{1,64}:\d{1,15}",
-}
+    "bucket": r"bucket:\d\d?", "gid": r"[\w.-]+-00[0-6]\d{7}", "hex": r"[0-9a-f]{1,8}",
+    "lanes": r"((eval|resume|fresh)( |$))*", "name": r"[\w.-]{1,64}",
+    "names": r"[A-Za-z0-9][\w,-]{0,511}", "number": r"-?\d{1,25}(\.\d*)?(e[+-]?\d{1,2})?",
+    "policy": r"[\w.:-]{1,256}", "token": r"[\w.:-]{1,64}", "weights": r"[\w.-]{1,64}:\d{1,15}",
+}  # fmt: skip
 
 NEW = {
-    ("create_run", "nonce"),
-    ("create_run", "continues"),
-    ("trainer_open", "nonce"),
-    ("producer_open", "nonce"),
-    ("register", "nonce"),
-}
+    ("create_run", "nonce"), ("create_run", "continues"), ("trainer_open", "nonce"),
+    ("producer_open", "nonce"), ("register", "nonce"),
+}  # fmt: skip
 NEW |= {("claim", "token"), ("put", "token"), ("update", "token")}
 """Tokens that a caller makes up: a script takes any. So it is with every `operation`."""
 
@@ -146,7 +116,6 @@ class HostileStore(FaultyStore):
         return exact(self.raw, self.run)
 
     def _refused(self, entry: Script, calls: Sequence[Call]) -> None:
-        """The calls are answered with RMQ_ARG."""
         self.tried[entry.name] += len(calls)
         pipe = self.raw.pipeline(transaction=False)
         for _, keys, args in calls:

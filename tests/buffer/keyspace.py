@@ -28,7 +28,6 @@ def dump(client: redis.Redis, run: str) -> dict[str, Any]:
 
 
 def exact(client: redis.Redis, run: str) -> dict[str, Any]:
-    """Every key of a run with its whole value."""
     keys = sorted(run_keys(client, run))
     pipe: Any = client.pipeline(transaction=False)
     for key in keys:
@@ -39,7 +38,6 @@ def exact(client: redis.Redis, run: str) -> dict[str, Any]:
 
 
 def run_keys(client: redis.Redis, run: str) -> list[str]:
-    """The keys of a run, wherever they lie."""
     # behind its name: the end of the tag, or the group that a payload of a cluster lies with
     return [key.decode() for key in client.scan_iter(f"rmq:{{{run}[}}:]*", count=10_000)]
 

@@ -26,11 +26,7 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
-TASKS = {
-    "math": TaskLimits(),
-    "code": TaskLimits(),
-    "quiz": TaskLimits(eval_of="math"),
-}
+TASKS = {"math": TaskLimits(), "code": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
 LIMITS = RunLimits(stale_threshold=2, on_straggler="drop", tasks=TASKS)
 
 
@@ -130,7 +126,6 @@ class Scene:
         return self.run.jobs.enqueue(self.producer, new_nonce(), task, cursor, samples, target)
 
     def worker(self, name: str = "w0") -> str:
-        """The nonce of a registered worker."""
         if name not in self.nonces:
             self.nonces[name] = new_nonce()
             self.run.fleet.register(name, self.nonces[name], {"engine": "none"})
@@ -161,7 +156,6 @@ class Scene:
         return extend(self.run.buffer.read(job.prompt), Status.FAILED, FIRST)
 
     def turns(self, job: Job, group: RolloutGroup | None = None) -> KeptTurns:
-        """What keeps the turns of a claimed group."""
         return self.run.buffer.keep_turns(job, group or self.run.buffer.read(job.payload))
 
     def beat(
@@ -282,7 +276,6 @@ class Scene:
         return self.run.progress(task)
 
     def stream(self, lane: str, task: str = "math") -> list[str]:
-        """Waiting gids of a lane, in order."""
         return [
             fields[b"gid"].decode() for _, fields in self.raw.xrange(self.keys.jobs(task, lane))
         ]

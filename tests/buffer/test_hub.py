@@ -106,15 +106,11 @@ def test_what_cannot_be_had_is_named(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("path", "revision", "is_repository"),
     [
-        ("Qwen/Qwen3-0.6B", None, True),
-        ("here/model", None, False),
-        ("here/model", "main", True),
-        ("/models/Qwen3", None, False),
-        ("../a/b", None, False),
-        ("models/a/b", None, False),
+        ("Qwen/Qwen3-0.6B", None, True), ("here/model", None, False), ("here/model", "main", True),
+        ("/models/Qwen3", None, False), ("../a/b", None, False), ("models/a/b", None, False),
         ("model", None, False),
     ],
-)
+)  # fmt: skip
 def test_a_folder_that_exists_is_no_repository_unless_a_revision_is_given(
     path: str,
     revision: str | None,

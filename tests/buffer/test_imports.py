@@ -1,5 +1,3 @@
-"""Code of the user that cannot be imported is one error, with the line that raised it."""
-
 from __future__ import annotations
 
 import sys

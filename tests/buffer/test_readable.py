@@ -1,5 +1,3 @@
-"""JSON on a terminal: the same value, and nothing that could control it."""
-
 from __future__ import annotations
 
 import json

@@ -73,14 +73,11 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.reap()
     lines = [
         {
-            "gid": gid,
-            "task": "math",
-            "response_ids": [1],
-            "logprobs": [0.0],
+            "gid": gid, "task": "math", "response_ids": [1], "logprobs": [0.0],
             "reward": {"score": 1.0},
         }
         for gid in "ab"
-    ]
+    ]  # fmt: skip
     (folder / "f.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
     run.import_groups(folder / "f.jsonl")
     (outside,) = run.buffer.put("math", [[rollout(Status.COMPLETED, PolicyVersion("l2", 1))]])
@@ -107,7 +104,6 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
 
 
 def make_again(scene: Scene) -> None:
-    """Clear the run, and go on with nothing."""
     run = scene.run
     again = Regeneration(Position(run_nonce=run.nonce), take_over=True)
     Run.create(scene.store, run.name, run.nonce, run.limits, FIRST, "/w", regeneration=again)

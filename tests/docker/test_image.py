@@ -1,5 +1,3 @@
-"""The image, as far as no Docker is needed: each stage's files in a folder, and its set-up there."""
-
 from __future__ import annotations
 
 import os

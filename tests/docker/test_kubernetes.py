@@ -95,7 +95,6 @@ def test_a_trainer_of_several_ranks_is_an_indexed_job_whose_pods_have_names(
 
 
 def unknown(pod: dict[str, Any], made: dict[str, set[str]]) -> Iterator[str]:
-    """Yield what a pod mounts or reads and nobody makes."""
     for volume in pod.get("volumes", []):
         claim = volume.get("persistentVolumeClaim", {}).get("claimName")
         configs = volume.get("configMap", {}).get("name")

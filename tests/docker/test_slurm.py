@@ -1,5 +1,3 @@
-"""The Slurm job as a real tree of processes on this host: server, producer, trainer, workers."""
-
 from __future__ import annotations
 
 import json
@@ -112,7 +110,6 @@ def site(tmp_path: Path) -> Path:
 
 @contextmanager
 def job(site: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run the job script as Slurm does on the first of two nodes with two GPUs each."""
     of_slurm = {
         "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_CPUS_ON_NODE": "8", "SLURM_GPUS_ON_NODE": "2", "SLURMD_NODENAME": "node0",

@@ -129,12 +129,8 @@ def test_a_transport_of_weights(
     yard = make_yard()
     receiver = WeightsReceiver(yard.store, yard.run.keys, "attic://run")
     assert load_file(receiver.fetch(published) / "model.safetensors")["w"].tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
+        0, 1, 2, 3, 4,
+    ]  # fmt: skip
     receiver.close()
 
 

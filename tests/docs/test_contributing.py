@@ -1,5 +1,3 @@
-"""The recipes of CONTRIBUTING.md, carried out in a copy of the project and used there."""
-
 from __future__ import annotations
 
 import os
@@ -87,7 +85,6 @@ def test_the_recipes_work_in_a_copy(tmp_path: Path) -> None:
 
 
 def attach(copy: Path) -> None:
-    """Install the entry points of the copy's pyproject.toml, for processes whose path begins with it."""
     project = tomllib.loads((copy / "pyproject.toml").read_text("utf-8"))["project"]
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     facts = copy / "rolloutmq-0.0.0.dist-info"

@@ -1,5 +1,3 @@
-"""Every code name in backticks on a page exists: files, modules, functions, classes, config keys."""
-
 from __future__ import annotations
 
 import re
@@ -15,38 +13,22 @@ from tests.programs import ROOT, files_of_git
 PAGES = sorted(
     page
     for pattern in (
-        "README.md",
-        "SECURITY.md",
-        "DECISIONS.md",
-        "[a-z]*/README.md",
-        "docs/pages/*.md",
-        "producer_workers/*.md",
-        "tests/*/*.md",
+        "README.md", "SECURITY.md", "DECISIONS.md", "[a-z]*/README.md", "docs/pages/*.md",
+        "producer_workers/*.md", "tests/*/*.md",
     )
     for page in ROOT.glob(pattern)
-)
+)  # fmt: skip
 PACKAGES = (
-    "buffer",
-    "producer_workers",
-    "consumer",
-    "rolloutmq",
-    "examples",
-    "tests",
-    "proofs",
+    "buffer", "producer_workers", "consumer", "rolloutmq", "examples", "tests", "proofs",
     "benchmarks",
-)
+)  # fmt: skip
 FOLDERS = (*PACKAGES, "configs", "docker", "docs")
 KEY = re.compile(r"\[([a-z_]+(?:\.[\w<>]+)*)\](?: ([a-z_]+(?:\.[a-z_]+)*))?")
 DEFINITION = re.compile(r"(?:def|class) (\w+)|\b(\w+)(?:: [^=\n]+)? = ")
 FOREIGN = {
-    "AsyncGRPOTrainer",
-    "DataLoader",
-    "DataProto",
-    "IterableDataset",
-    "SamplesGenerator",
-    "generate_samples",
-    "generate_sequences",
-}
+    "AsyncGRPOTrainer", "DataLoader", "DataProto", "IterableDataset", "SamplesGenerator",
+    "generate_samples", "generate_sequences",
+}  # fmt: skip
 """Names of other projects; those of docs/pages/moving.md are mostly such."""
 NOT_CODE = {"[web]", "[row]", "consumer.py"}
 """An extra, an index, and a file of the reader's."""

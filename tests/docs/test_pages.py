@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import tomlkit
 
+from buffer.redis.keys import SLOTS
 from buffer.redis.server.embedded import EmbeddedServer
 from consumer.handle.step_log import StepLog
+from docs.reference import REFERENCES
+from docs.reference.keys import key_reference
 from rolloutmq.config.load import load_config
 from tests.consumer.grpo.models.tiny import build_model
 from tests.programs import files_of_git
@@ -42,7 +45,6 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def files_of_the_readme() -> dict[str, str]:
-    """Return the blocks that begin with the name of a file, by that name."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w+\n(# (my_[\w.]+)\n.*?)^```$", text, re.M | re.S)
     return {name: code for code, name in blocks}
@@ -152,11 +154,14 @@ def test_every_extra_is_explained() -> None:
     assert sorted(explained) == sorted(project["optional-dependencies"])
 
 
-def test_the_first_gpu_run_names_every_preset_and_its_time() -> None:
-    text = (PAGES / "first_gpu_run.md").read_text(encoding="utf-8")
-    hours = {
-        path.stem: re.findall(r"^# Time: ([\d.]+) hours", path.read_text("utf-8"), re.M)[0]
-        for path in (ROOT / "configs").glob("qwen3*.toml")
-    }
-    rows = re.findall(r"^\| `(qwen3\w[\w.]*)` \|.*\| ([\d.]+) h \|$", text, re.M)
-    assert dict(rows) == hours
+@pytest.mark.parametrize("name", ["command", "config", "metric"])
+def test_every_row_has_a_meaning(name: str) -> None:
+    page = REFERENCES[f"docs/pages/{name}_reference.md"]()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_key_that_scripts_name_is_on_the_page() -> None:
+    page = key_reference()
+    assert [name for name in SLOTS if not re.search(rf"`{name}\*?`", page)] == []

@@ -1,5 +1,3 @@
-"""The trainer of README.md, as it is printed there, trains a run from an empty folder."""
-
 from __future__ import annotations
 
 import re

@@ -76,12 +76,3 @@ def test_search_works_from_disk(chromium: Chrome, site: Path, page: str) -> None
         )
     )
     assert "staleness" in " ".join(found).lower()
-
-
-def test_search_finds_the_answer_first(chromium: Chrome, site: Path) -> None:
-    chromium.get((site / "index.html").as_uri() + "?q=staleness")  # a question loads the index
-    WebDriverWait(chromium, 400).until(
-        lambda it: it.execute_script("return 'Worker' in window && typeof __index == 'object'")
-    )
-    first = chromium.execute_async_script(SEARCH, list(ANSWERS))
-    assert dict(zip(ANSWERS, first, strict=True)) == ANSWERS

@@ -43,30 +43,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 4
 GROUPS = 3
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[policy]
-model = "{model}"
-max_staleness = 1
-[plan]
-steps = {steps}
-batch_size = {groups}
-[tasks.math]
-judge = "exact_match"
-prompt_repeat_k = {members}
-dataset = {{ kind = "jsonl", path = "problems.jsonl" }}
-[tasks.quiz]
-eval_of = "math"
-[trainer]
-loop = "{loop}"
-checkpoint_every_steps = 2
-[learner]
-learning_rate = 1e-3
-[evaluation]
-groups = 2
-"""
+CONFIG = Path(__file__).with_name("examples.toml").read_text(encoding="utf-8")
 
 
 class Killed(BaseException):
@@ -307,7 +284,6 @@ def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("site", ["tests.examples.trl_on_cpu:train"], indirect=True)
 def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
-    """It is killed after a commit, somewhere in the steps behind it, and started again."""
     with at_work(site.run, math=(STEPS - 1) * GROUPS):  # it reads ahead
         process = site.start()
 

@@ -49,7 +49,6 @@ def varlen_attention(
 
 
 def train(*arguments: Any, **options: Any) -> None:
-    """Train as the example does."""
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     # it asks CUDA for the name of the device
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None

@@ -31,7 +31,7 @@ FEATURES = {  # files of its own, and words that mention it
     "deltas": (r"weights/delta|host_folders", r"delta_base|import.*\bdelta\b|\bdelta\.|weights\.delta"),
     "images": (r"producer_workers/images|image_records|vllm/images", r"\bimages?\b|multimodal"),
     "routed experts": (r"expert_gates|routing_replay", r"expert"),
-    "sampling mask": (r"sampling_mask|mask_reader", r"sampling_mask|records_masks"),
+    "sampling mask": (r"sampling_mask|column_readers", r"sampling_mask|records_masks"),
     "save and restore": (r"buffer/snapshot/", r"buffer[./]snapshot|Snapshot(Error|Facts|Loader)|\bLOADING\b"),
     "simulate": (r"simulation/|cli/simulate", r"simulat(e|ion)\b"),
 }  # fmt: skip

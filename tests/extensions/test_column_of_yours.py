@@ -63,7 +63,6 @@ def forget() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return the module of the page."""
     (code,) = re.findall(r'"rollout_extras/doubt.py"\n(.*?)```', PAGE.read_text("utf-8"), re.S)
     attach(tmp_path / "site", monkeypatch, code, "doubt = doubt:DOUBT\nlevel = doubt:LEVEL\n")
     yield importlib.import_module("doubt")
@@ -241,7 +240,6 @@ def test_what_is_no_value_of_a_column_is_refused_by_name(
 
 
 def wire(name: str, values: Any, dtype: str) -> bytes:
-    """Return the bytes of a group of two rollouts with a column that a stranger wrote."""
     states = [rollout(0, 2), rollout(1, 1)]
     raw = msgpack.unpackb(group_bytes.encode(RolloutGroup("math-0000000001", "math", states)))
     column = np.array(values, dtype)

@@ -18,7 +18,6 @@ PAGE = ROOT / "docs" / "pages" / "extensions.md"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with both wheels, which gets all other packages from this one."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     for language, name, text in re.findall(

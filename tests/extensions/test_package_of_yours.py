@@ -32,7 +32,6 @@ __all__ = ["make_yard", "quick_looks"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with what is in the wheel of the page's package."""
     folder = tmp_path_factory.mktemp("brevity")
     page = (ROOT / "docs/pages/your_judge.md").read_text("utf-8")
     for name in ("brevity.py", "pyproject.toml"):

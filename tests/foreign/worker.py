@@ -48,12 +48,7 @@ class Worker:
             for name, value in limits.items()
             if name not in (b"nonce", b"limits_op") and value != b"null"  # null: not set
         }
-        self.facts |= {
-            "worker": name,
-            "nonce": token_hex(16),
-            "ack": 0,
-            "report": "done=0",
-        }
+        self.facts |= {"worker": name, "nonce": token_hex(16), "ack": 0, "report": "done=0"}
         self.hear(self.call("register")[2:8])
 
     def call(self, script, task="", keys=(), more=(), unit=(), **facts):
@@ -212,12 +207,9 @@ class Worker:
         starts = range(0, len(data), CHUNK)
         keys = [f"payload:{gid}:{token}" + (f":{n}" if n else "") for n in range(len(starts))]
         unit = {
-            "gid": gid,
-            "token": token,
-            "status": "completed",
-            "samples": len(scores),
+            "gid": gid, "token": token, "status": "completed", "samples": len(scores),
             "chunks": len(keys),
-        }
+        }  # fmt: skip
         unit |= {
             "tokens": sum(span[2] for span in spans),
             "length": sum(span[2] for span in spans),

@@ -95,19 +95,8 @@ def test_groups_of_one_and_of_many_samples_with_and_without_tokens(
 
 
 STRANGE = (
-    "",
-    " ",
-    "a b",
-    "a:b",
-    "{a}",
-    "a{b}c",
-    "ä",
-    "a\n",
-    "a\0b",
-    "../a",
-    "x" * 65,
-    "x" * 10_240,
-)
+    "", " ", "a b", "a:b", "{a}", "a{b}c", "ä", "a\n", "a\0b", "../a", "x" * 65, "x" * 10_240,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=range(len(STRANGE)))

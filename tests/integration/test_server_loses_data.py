@@ -35,15 +35,9 @@ from tests.consumer.handle.crew import at_work
 from tests.servers import start_redis
 
 EVERYSEC = (
-    "--appendonly",
-    "yes",
-    "--appendfsync",
-    "everysec",
-    "--save",
-    "",
-    "--auto-aof-rewrite-percentage",
-    "0",
-)
+    "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
+    "--auto-aof-rewrite-percentage", "0",
+)  # fmt: skip
 LIMITS = RunLimits(
     lease_ms=2000,
     heartbeat_ms=100,
@@ -254,13 +248,9 @@ def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_e
     with start_redis(site.folder / "server", *EVERYSEC) as url:
         for calls in (1, 2, 3, 5):
             program = [
-                sys.executable,
-                "-m",
-                "tests.buffer.redis.server.open_and_die",
-                url,
-                str(position),
+                sys.executable, "-m", "tests.buffer.redis.server.open_and_die", url, str(position),
                 str(calls),
-            ]
+            ]  # fmt: skip
             assert subprocess.run(program, cwd=ROOT, check=False).returncode == -signal.SIGKILL
             run = site.connect(url)
             assert run.control.state().mode == "run"

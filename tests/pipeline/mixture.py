@@ -40,9 +40,7 @@ class Mixture:
     """`scene` is the run seen from below; `work` is what workers would do."""
 
     def __init__(
-        self,
-        scene: Scene,
-        should_continue: Mapping[str, ShouldContinue | None] | None = None,
+        self, scene: Scene, should_continue: Mapping[str, ShouldContinue | None] | None = None
     ) -> None:
         self.scene = scene
         self.run = scene.run

@@ -15,7 +15,6 @@ def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
 
 
 def ranks(*, states: list[Any]) -> list[float]:
-    """Return the rank of each response in its group, by length."""
     lengths = [len(state.response) for state in states]
     return [float(sorted(lengths).index(length)) for length in lengths]
 

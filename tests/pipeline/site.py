@@ -29,47 +29,7 @@ from tests.warm_process import start_command
 ROOT = Path(__file__).parents[2]
 BATCH = 4
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-seed = 1
-[plan]
-steps = {steps}
-batch_size = {batch}
-[lease]
-lease_ms = 2000
-heartbeat_ms = 200
-[policy]
-model = "{model}"
-max_staleness = 1
-[strategy]
-on_straggler = "retry"
-[tasks.sums]
-prompt_repeat_k = 4
-judge = "tests.pipeline.judges:by_chance"
-{loop}
-sample = {{ max_tokens = 16 }}
-[tasks.sums.dataset]
-kind = "jsonl"
-path = "{folder}/problems.jsonl"
-[engine]
-kind = "simulated"
-vocab_size = 100
-first_token_s = {{ shape = "fixed", value = {token_s} }}
-token_s = {{ shape = "fixed", value = {token_s} }}
-response_tokens = {{ shape = "fixed", value = 12 }}
-[worker]
-concurrency = {concurrency}
-drain_timeout_s = {drain_timeout_s}
-[launch]
-workers = 1
-[trainer]
-checkpoint_every_steps = 3
-device = "cpu"
-[learner]
-learning_rate = 1e-2
-"""
+CONFIG = Path(__file__).with_name("site.toml").read_text(encoding="utf-8")
 
 
 @dataclass
@@ -260,12 +220,10 @@ class Site:
         return self.held
 
     def let_go(self) -> None:
-        """Let a held run go on to its end."""
         self.held = None
         self.hold.allow(1 << 40)
 
     def until_held(self) -> None:
-        """Wait until a held run has made all the steps that it may make."""
         assert self.held is not None, "this run goes on by itself"
         self.until(lambda: self.reached() >= (self.held or 0), f"step {self.held}")
 
@@ -292,7 +250,6 @@ class Site:
         )
 
     def audit(self) -> FsckReport:
-        """fsck, with the server started if it went away with the run."""
         with_server = self.server
         mine = not with_server.is_running
         with_server.start()
@@ -308,7 +265,6 @@ class Site:
         return audit
 
     def trained(self) -> list[RolloutGroup]:
-        """Return the groups of all steps, from the server's data that the run left."""
         with self.server, closing(Store(self.server.url)) as store:
             run = Run.open(store, self.name)
             manifests = [run.ledger.manifest(step) for step in range(1, self.steps + 1)]

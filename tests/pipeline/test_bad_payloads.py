@@ -52,17 +52,13 @@ async def test_prompts(yard: Yard) -> None:
     untyped = {
         kind: letters[gid]
         for gid, kind in zip(bad, KINDS, strict=True)
-        if not _is_told(letters[gid])
+        if not letters[gid].startswith(("WireError: ", "SchemaVersionError: ", "PayloadMissing: "))
     }
     assert not untyped
     # fsck sees what was done to the prompts, and nothing else
     audit = yard.run.account.fsck()
     assert {damage.gid for damage in audit.damage} <= set(bad)
     assert (audit.lost, audit.doubled) == ([], [])
-
-
-def _is_told(reason: str) -> bool:
-    return reason.startswith(("WireError: ", "SchemaVersionError: ", "PayloadMissing: "))
 
 
 async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
@@ -84,8 +80,6 @@ async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: 
 
 
 async def _serve(yard: Yard, answers: dict[str, bytes], judge_from_function: Any) -> None:
-    """Start a judge at a URL that answers for each group, by its ground truth, what is given."""
-
     async def answer(request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
         return web.Response(
@@ -124,12 +118,9 @@ def test_answers_of_a_judge(yard: Yard) -> None:
 
 def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
     line = {
-        "gid": "a",
-        "task": TASK,
-        "response_ids": [1, 2],
-        "logprobs": [-1.0, -1.0],
+        "gid": "a", "task": TASK, "response_ids": [1, 2], "logprobs": [-1.0, -1.0],
         "reward": {"score": 1.0},
-    }
+    }  # fmt: skip
     good = orjson.dumps(line)
     path = tmp_path / "lines.jsonl"
     before = yard.run.account.totals()

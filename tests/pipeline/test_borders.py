@@ -176,7 +176,6 @@ class NotingEngine(WatchedEngine):
 
 
 def check_tokens(state: RolloutState, made: list[tuple[list[int], list[int], list[float]]]) -> None:
-    """Check that exactly the trained tokens of a rollout are tokens that an engine made there."""
     assert state.prompt_ids is not None
     whole = [*state.prompt_ids.tolist(), *state.response_ids.tolist()]
     logprobs = [0.0] * len(state.prompt_ids) + state.logprobs.tolist()

@@ -1,5 +1,3 @@
-"""The colocated flow: engines sleep while the trainer has the devices, and the other way round."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""What a dead letter keeps of a group whose user code failed: the cause, and the responses."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -43,7 +43,6 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def consumer_of(yard: Yard) -> RolloutConsumer:
-    """Return the handle of the trainer that the yard has opened."""
     consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)  # is never closed
     consumer.lineage = LINEAGE
     return consumer
@@ -64,8 +63,6 @@ def producing(producer: Producer) -> Iterator[None]:
 
 
 def play(yard: Yard, trainer: Callable[[], None]) -> None:
-    """Run the trainer's side on a thread while a worker serves it."""
-
     async def scenario() -> None:
         async with yard.working(yard.worker()):
             await asyncio.to_thread(trainer)
@@ -272,7 +269,6 @@ def account(yard: Yard) -> FsckReport:
 
 
 def nodes_of(yard: Yard, gids: list[str]) -> set[str]:
-    """Return the masters that hold payloads of some groups."""
     found = set()
     for url, client in yard.store.servers.masters():
         keys = [

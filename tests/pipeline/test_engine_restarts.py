@@ -1,5 +1,3 @@
-"""An engine that dies is replaced, later each time, and not for ever; its groups do not wait."""
-
 from __future__ import annotations
 
 import asyncio
@@ -76,10 +74,7 @@ def test_a_worker_gives_up_and_reports_why_when_its_engine_dies_again_and_again(
         if "restart" in line
         for word in line.split()
         if word[:2] == "0."
-    ] == [
-        "0.01",
-        "0.02",
-    ]
+    ] == ["0.01", "0.02"]
     assert yard.leases() == 0
     assert not yard.run.fleet.workers()
 

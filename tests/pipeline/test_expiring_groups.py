@@ -1,5 +1,3 @@
-"""A worker ends groups that can serve no train step any more: running, frozen, or judged."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +20,6 @@ from tests.pipeline.yard import FIRST, LINEAGE, SOME, TASK, Yard
 
 
 def train(yard: Yard, step: int) -> None:
-    """Take one group of the newest version."""
     yard.run.buffer.put(TASK, [[rollout(Status.COMPLETED, PolicyVersion(LINEAGE, step - 1))]])
     assert isinstance(yard.run.ledger.take(yard.trainer, step, {TASK: 1}), Manifest)
 
@@ -125,7 +122,6 @@ async def test_lengths_are_counted_once_though_a_lease_was_lost_before_the_relea
 
 
 def counted(yard: Yard) -> int:
-    """Return how many responses workers have counted."""
     counts = read_counts(worker.lengths for worker in yard.run.fleet.workers())
     return count(counts.get(TASK, {}))
 

@@ -1,5 +1,3 @@
-"""Test that agents go on behind their finished turns when their worker is killed, at each turn."""
-
 from __future__ import annotations
 
 import signal
@@ -41,7 +39,6 @@ def dies(yard: Yard, folder: Path, worker: str, death: str) -> bool:
 
 
 def trained(states: list[RolloutState]) -> list[list[list[int]]]:
-    """[context, tokens] of each trained turn."""
     turns = []
     for state in states:
         assert state.prompt_ids is not None

@@ -1,5 +1,3 @@
-"""A trainer, then a worker, is killed in the middle of a transport: versions are whole, or absent."""
-
 from __future__ import annotations
 
 import subprocess
@@ -22,7 +20,6 @@ from tests.pipeline.yard import Yard
 
 
 def lines_until_killed(*arguments: str) -> list[str]:
-    """Start a process, kill it in the middle, and return what it printed before."""
     command = [sys.executable, "-m", "tests.pipeline.weights_process", *arguments]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -13,14 +13,10 @@ from tests.pipeline.site import Site
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 KEYS = (
-    ("control", "deleted"),
-    ("meta", "deleted"),
-    ("ledger:train", "deleted"),
-    ("jobs:sums:fresh", "retyped"),
-    ("leases", "retyped"),
-    ("pool:sums:completed", "retyped"),
+    ("control", "deleted"), ("meta", "deleted"), ("ledger:train", "deleted"),
+    ("jobs:sums:fresh", "retyped"), ("leases", "retyped"), ("pool:sums:completed", "retyped"),
     ("report", "retyped"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "way"), KEYS)

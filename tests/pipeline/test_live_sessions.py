@@ -1,5 +1,3 @@
-"""Test sessions of programs that nobody here starts, over gateways that are killed."""
-
 from __future__ import annotations
 
 import os
@@ -41,7 +39,6 @@ class Gateways:
         self.http = httpx.Client(timeout=DEADLINE_S)
 
     def start(self, name: str, death: str = "never") -> str:
-        """Return the URL of a new gateway."""
         run = self.yard.run.name
         words = (self.yard.store.url, run, name, str(self.folder), str(self.ttl_s), death)
         self.running[name] = start_program(live, *words)
@@ -96,10 +93,7 @@ def make_gateways(
         params = SampleParams(max_tokens=200, seed=1)
         states = [
             RolloutState(
-                index=n,
-                messages=[user("drawn")],
-                prompt_ids=np.arange(3),
-                sample_params=params,
+                index=n, messages=[user("drawn")], prompt_ids=np.arange(3), sample_params=params
             )
             for n in range(MEMBERS)
         ]

@@ -34,7 +34,6 @@ def change(yard: Yard, *assignments: str) -> None:
 
 
 def set_events(yard: Yard) -> list[str]:
-    """field=value of every change, in order."""
     rows = [fields for _, fields in yard.store.client.xrange(yard.run.keys.events)]
     return [
         f"{row[b'field'].decode()}={row[b'value'].decode()}"
@@ -163,7 +162,6 @@ class Person:
 
 
 def restarted(site: Site, launcher: Process, name: str, process: str) -> None:
-    """Kill a process of the run, and wait until the launcher has started it again."""
     before = launcher.said().count(f"{name} restarted")
     launcher.child(process).kill()
     site.until(lambda: launcher.said().count(f"{name} restarted") > before, f"another {name}")
@@ -183,11 +181,7 @@ def test_what_was_set_survives_each_process_the_server_and_its_data(
     assert person.listed() == wanted
     # half an edit: a process that is started again is no start by hand
     person.edit("[lease]", "[lease]\nmax_tries = 5")
-    for name, process in (
-        ("trainer", "train"),
-        ("producer", "producer"),
-        ("worker-0", "worker"),
-    ):
+    for name, process in (("trainer", "train"), ("producer", "producer"), ("worker-0", "worker")):
         restarted(site, launcher, name, process)
         site.reach(2)
         assert person.limits() == (400, 7, 3), launcher.said()

@@ -1,5 +1,3 @@
-"""Members, not groups, start again: after a pause, with age, and after a failure."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,14 +15,7 @@ from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.judges.judge import Judge
-from tests.pipeline.yard import (
-    FIRST,
-    LINEAGE,
-    TASK,
-    WatchedEngine,
-    Yard,
-    versions,
-)
+from tests.pipeline.yard import FIRST, LINEAGE, TASK, WatchedEngine, Yard, versions
 
 
 def by_member(group: RolloutGroup) -> dict[int, RolloutState]:

@@ -1,5 +1,3 @@
-"""Newer weights are fetched while the engine samples; only the newest are loaded."""
-
 from __future__ import annotations
 
 import asyncio

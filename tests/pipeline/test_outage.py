@@ -1,5 +1,3 @@
-"""A long outage: all wait and log it once; no role is taken from one that could not renew it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -193,7 +191,6 @@ def finished(yard: Yard, job: Job) -> RolloutGroup:
 async def submit_during_first(
     submitter: Submitter, trips: Trips, results: Sequence[Result]
 ) -> list[asyncio.Task[None]]:
-    """Begin to submit the first result, and all others while it is under way."""
     tasks = [asyncio.create_task(submitter.submit(results[0]))]
     while not trips.sizes:
         await asyncio.sleep(0.01)

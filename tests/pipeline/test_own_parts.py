@@ -59,24 +59,7 @@ with open(os.path.join(sys.argv[1], name), "w") as file:
 """
 
 
-TASKS = """
-[tasks.twice]
-agent_loop = "my_task:Twice"
-agent_loop_options = { doubt = " Sure? " }      # by name, to its __init__
-judge = "my_task:score"
-dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
-[tasks.debate]
-agent_loop = "gateway"
-agent_loop_options = { agent = "my_task:debate" }
-train_roles = ["pro", "contra"]
-judge = "environment"
-dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
-[tasks.hints]
-agent_loop = "multi_turn"
-agent_loop_options = { environment = "my_task:Hints", max_turns = 3 }
-judge = "my_task:score"
-dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
-"""
+TASKS = Path(__file__).with_name("own_parts.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -129,11 +112,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
         for state in group.states:
             first, second = state.turns()
             assert tokenizer.decode(state.response_ids[first.stop : second.start]) == " Sure? "
-    assert {len(state.turns()) for group in by_task["hints"] for state in group.states} <= {
-        1,
-        2,
-        3,
-    }
+    assert {len(state.turns()) for group in by_task["hints"] for state in group.states} <= {1, 2, 3}
     check_sessions(by_task["web"], site.folder / "seen", tokenizer)
     check_roles(by_task["debate"])
     assert history.steps[-1].metrics.keys() >= {
@@ -144,7 +123,6 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
 
 
 def check_ports(site: Site) -> None:
-    """Each worker has one port of the range, and all of its sessions have it."""
     first = section_of(load_config(site.config)).port
     logs = [site.run_dir / "logs" / f"worker-{n}.log" for n in range(2)]
     served = [re.findall(r"at http://127.0.0.1:(\d+)/v1", log.read_text()) for log in logs]

@@ -1,5 +1,3 @@
-"""The files of a whole run, and of the commands that write some, are for those whom [run] umask names."""
-
 from __future__ import annotations
 
 import os
@@ -15,12 +13,9 @@ from tests.pipeline.site import Site
 from tests.rolloutmq.conftest import in_process
 
 COMMANDS = (
-    "server {where}",
-    "report {run} -o {made}/report.html",
-    "save {made}/saved {where}",
-    "export {made}/groups.jsonl {where}",
-    "server --stop {where}",
-)
+    "server {where}", "report {run} -o {made}/report.html", "save {made}/saved {where}",
+    "export {made}/groups.jsonl {where}", "server --stop {where}",
+)  # fmt: skip
 
 KINDS = {
     "server", "logs", "samples", "steps.jsonl", "checkpoints", "weights", "run.json", "web.token",

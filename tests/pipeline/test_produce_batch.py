@@ -1,5 +1,3 @@
-"""All tasks of a run, produced together; one of them breaks, another has enough."""
-
 from __future__ import annotations
 
 import json

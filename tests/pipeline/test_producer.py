@@ -158,7 +158,6 @@ def until_waiting(yard: Yard, groups: int, over: Callable[[], str]) -> None:
 
 
 def check_draws(yard: Yard) -> None:
-    """Check that every draw up to the cursor is one group, in order, with its own prompt."""
     yard.check()
     cursor = yard.run.jobs.cursor(TASK)
     stream = yard.store.client.xrange(yard.run.keys.jobs(TASK, "fresh"))

@@ -69,11 +69,7 @@ def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
     mixture.scene.check()
 
 
-TAIL_BATCH = {
-    "over_sample_threshold": 1.0,
-    "on_straggler": "retry",
-    "tail_batch_trigger_size": 3,
-}
+TAIL_BATCH = {"over_sample_threshold": 1.0, "on_straggler": "retry", "tail_batch_trigger_size": 3}
 
 # -- strategies --------------------------------------------------------------
 
@@ -145,10 +141,7 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
     What no round changes: another round, a producer in its stead, settings, lost and failed groups.
     """
     settings = one_task(
-        over_sample_threshold=1.0,
-        on_straggler="retry",
-        tail_batch_trigger_size=3,
-        max_tries=1,
+        over_sample_threshold=1.0, on_straggler="retry", tail_batch_trigger_size=3, max_tries=1
     )
     mixture = make_mixture(settings)
     old = put(mixture, OLD, OLD, OLD)

@@ -1,5 +1,3 @@
-"""A rehearsal runs a user's loop and judge through a whole run in memory, and reports failures."""
-
 from __future__ import annotations
 
 import asyncio

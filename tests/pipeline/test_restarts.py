@@ -1,5 +1,3 @@
-"""Processes that die again and again, a folder that is deleted, a server that is full."""
-
 from __future__ import annotations
 
 import shutil

@@ -41,7 +41,6 @@ class Roles:
         return done.returncode, done.stdout + done.stderr
 
     def start(self, role: str, verb: str, *more: str) -> Process:
-        """Start a process of the run with the user of a role."""
         self.site.url = self.urls[role]
         return self.site.start_words(verb, *more)
 

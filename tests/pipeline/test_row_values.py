@@ -93,21 +93,13 @@ KEPT: dict[str, tuple[Any, Any]] = {
     "deep": (json.loads("[" * 29 + "]" * 29), json.loads("[" * 29 + "]" * 29)),
 }
 REFUSED: dict[str, Any] = {
-    "long integer": 2**64,
-    "very long integer": -(10**9000),
-    "half of a pair": "a\ud800",
-    "half of a pair in a key": {"\udfff": 1},
-    "key that is a number": {1: "a"},
-    "object of a class": Own(),
-    "function": print,
-    "set without order": {"a", 1},
-    "complex": 1j,
-    "complex array": np.array([1j]),
-    "longer float": np.longdouble("0.1"),
-    "duration without a unit": np.timedelta64(5, "ns"),
-    "too deep": json.loads("[" * 40 + "]" * 40),
+    "long integer": 2**64, "very long integer": -(10**9000), "half of a pair": "a\ud800",
+    "half of a pair in a key": {"\udfff": 1}, "key that is a number": {1: "a"},
+    "object of a class": Own(), "function": print, "set without order": {"a", 1}, "complex": 1j,
+    "complex array": np.array([1j]), "longer float": np.longdouble("0.1"),
+    "duration without a unit": np.timedelta64(5, "ns"), "too deep": json.loads("[" * 40 + "]" * 40),
     "named fields": np.zeros(1, [("a", "i4")]),
-}
+}  # fmt: skip
 PARQUET = {
     "timestamp": (pa.array([NOON], pa.timestamp("us", "UTC")), "2026-05-01T12:00:00.000250+00:00"),
     "date": (pa.array([dt.date(2026, 5, 1)]), "2026-05-01"),

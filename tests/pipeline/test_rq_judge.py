@@ -1,5 +1,3 @@
-"""Judges in rq's work-horses: real rq workers as processes; killed, starved and lied to."""
-
 from __future__ import annotations
 
 import asyncio
@@ -71,16 +69,9 @@ def serving(server: Server, folder: Path, run: str) -> Iterator[None]:
     tasks += TASK.format(name="python_tests", mine="").replace('"rq"', '"rq", sandbox = "weak"')
     config.write_text(f'[run]\nname = "{run}"\n{tasks}', encoding="utf-8")
     command = [
-        sys.executable,
-        "-m",
-        "rolloutmq",
-        "judge",
-        str(config),
-        "--workers",
-        "2",
-        "--redis-url",
+        sys.executable, "-m", "rolloutmq", "judge", str(config), "--workers", "2", "--redis-url",
         server.url,
-    ]
+    ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT)
     yield
     process.send_signal(signal.SIGTERM)
@@ -259,7 +250,6 @@ def touch(job: Any, *_: object) -> None:
 
 @contextmanager
 def listening() -> Iterator[tuple[str, list[str]]]:
-    """A URL, and what was asked there."""
     asked: list[str] = []
 
     def answer(path: str, _: Any) -> tuple[int, bytes]:

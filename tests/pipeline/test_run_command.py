@@ -74,7 +74,6 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
 
 
 def stop_in_the_background(site: Site) -> None:
-    """Begin the run with judges in processes of their own, and end it by another command."""
     where = ("--run-dir", str(site.run_dir))
     judges = ("--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=2")
     code, output = site.command("run", "--detach", *judges)

@@ -1,5 +1,3 @@
-"""A run whose judge fails: it waits until the task is resumed, or ends where it should."""
-
 from __future__ import annotations
 
 import os
@@ -56,7 +54,6 @@ def read(site: Site, *words: str) -> Any:
 
 
 def waits(site: Site) -> int:
-    """Return how many trainers have said that they wait."""
     log = site.run_dir / "logs" / "trainer.log"
     return log.read_text(encoding="utf-8").count("the trainer waits") if log.exists() else 0
 

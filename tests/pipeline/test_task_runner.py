@@ -1,5 +1,3 @@
-"""What a task asks of the groups of a worker: which are worth keeping, how long one may take."""
-
 from __future__ import annotations
 
 import asyncio
@@ -164,8 +162,6 @@ def mixed_worker(
     judges: Mapping[str, Callable[..., Any]] | None = None,
     concurrency: int = 8,
 ) -> Worker:
-    """Return a worker of all tasks of a mixture."""
-
     def runner(task: str) -> TaskRunner:
         judge = FunctionJudge("test", (judges or {}).get(task, right))
         is_partial = task in partial

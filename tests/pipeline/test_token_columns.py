@@ -1,5 +1,3 @@
-"""Token columns that a judge gives reach the micro-batches of the trainer, token by token."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +22,6 @@ PROBLEMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(
 
 
 def steps(*, response: str, ground_truth: str, state: Any) -> dict[str, Any]:
-    """Process rewards for every rollout, logprobs of teachers for every second one."""
     ids = state.response_ids
     answer = {"score": float(state.index), "token_rewards": ids / 8}
     if state.index % 2:

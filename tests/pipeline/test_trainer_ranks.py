@@ -14,7 +14,6 @@ from tests.pipeline.site import ROOT, Process, Site
 
 
 def rank_of(launcher: Process, rank: int) -> psutil.Process:
-    """Return the process of a rank of the trainer."""
     found = [
         child
         for child in psutil.Process(launcher.pid).children()
@@ -80,7 +79,6 @@ flow = "exclusive"
 
 
 def pod_command(pod: int) -> list[str]:
-    """Return what a pod of the Indexed Job runs, for pods that are processes of this host."""
     component = ROOT / "docker/kubernetes/trainer_ranks/kustomization.yaml"
     (patch,) = yaml.safe_load(component.read_text(encoding="utf-8"))["patches"]
     command: list[str]

@@ -1,5 +1,3 @@
-"""Judges and filters that hang, exit or return nonsense, and pauses that do not wait for judges."""
-
 from __future__ import annotations
 
 import asyncio
@@ -184,10 +182,7 @@ def test_a_pause_ends_a_judge_after_its_grace_and_its_group_is_only_judged_again
     """Pause twice while it is judged; the third claim, by another worker, completes it."""
     (gid,) = yard.enqueue(1)
     gate = Gate()
-    judges = {
-        "rollout": FunctionJudge("j", gate.score),
-        "group": FunctionJudge("j", gate.rank),
-    }
+    judges = {"rollout": FunctionJudge("j", gate.score), "group": FunctionJudge("j", gate.rank)}
 
     def worker(name: str) -> Worker:
         options: dict[str, Any] = {"judge": judges[kind]} if kind in judges else {}

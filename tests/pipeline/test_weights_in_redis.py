@@ -1,5 +1,3 @@
-"""Weights in chunks through the run's own server: all of them or none; old ones are deleted."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,23 +18,13 @@ from tests.servers import KINDS
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 LABEL = "ab12cd34:4"
 SIZES = {
-    "a": 0,
-    "b": 1,
-    "c": BYTES_PER_VALUE,
-    "d": BYTES_PER_VALUE + 1,
-    "e": 9 * BYTES_PER_VALUE + 5,
-}
+    "a": 0, "b": 1, "c": BYTES_PER_VALUE, "d": BYTES_PER_VALUE + 1, "e": 9 * BYTES_PER_VALUE + 5,
+}  # fmt: skip
 """No chunk, one, a full one, two, and more than one round trip carries."""
 
 
 def chunks_of(yard: Yard) -> VersionStore:
     return VersionStore(yard.run.store, yard.run.keys)
-
-
-def keys_of(yard: Yard) -> set[str]:
-    return {
-        key.decode() for key in yard.store.client.scan_iter(f"{yard.run.keys.weights}*", count=1000)
-    }
 
 
 def save(folder: Path) -> None:
@@ -101,4 +89,6 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
     CopySender(chunks_of(yard), yard.folder).clear()
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
-    assert keys_of(yard) == newest | {yard.run.keys.weights}
+    assert {
+        key.decode() for key in yard.store.client.scan_iter(f"{yard.run.keys.weights}*", count=1000)
+    } == newest | {yard.run.keys.weights}

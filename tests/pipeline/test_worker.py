@@ -1,5 +1,3 @@
-"""A worker on a real server: what it submits, what fails, how it leaves, what an outage costs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,8 +18,7 @@ from buffer.maintenance import column_files
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run.run import Run
-from consumer.grpo.policy.column_reader import Places
-from consumer.grpo.policy.mask_reader import MaskReader
+from consumer.grpo.policy.column_readers import MaskReader, Places
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
@@ -179,7 +176,6 @@ async def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
 async def test_results_are_kept_and_submitted_after_the_server_was_killed(
     own_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Let the outage last longer than one operation is tried, until all groups are generated."""
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "outage", tmp_path)
     yard.enqueue(6, (60, 60))

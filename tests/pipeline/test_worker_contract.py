@@ -92,14 +92,10 @@ def ours(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the list of scripts to a file."""
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-m", "buffer.redis.script_list"],
-            cwd=ROOT,
-            stdout=file,
-            check=True,
+            [sys.executable, "-m", "buffer.redis.script_list"], cwd=ROOT, stdout=file, check=True
         )
     return path
 
@@ -273,13 +269,9 @@ def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
 def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) -> None:
     """Decode and encode in another language, which knows other numbers."""
     carried = {
-        "id": 2**60 + 1,
-        "least": -(2**63),
-        "share": 0.1,
-        "whole": 2.0,
-        "text": "\u20ac\0",
+        "id": 2**60 + 1, "least": -(2**63), "share": 0.1, "whole": 2.0, "text": "\u20ac\0",
         "none": None,
-    }
+    }  # fmt: skip
     (gid,) = yard.enqueue(1, tokens=(3,), extra=carried)
     with launch(yard):
         until(yard, lambda: yard.stages() == {"completed": 1})

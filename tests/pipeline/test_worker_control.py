@@ -214,7 +214,6 @@ async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
 async def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker reads its events while its engine is busy."""
     yard.enqueue(2, (50, 50))
     async with yard.working(yard.worker(held=True, drain_timeout_s=0.1)) as engine:
         await yard.until_generating(engine, 4)

@@ -54,8 +54,6 @@ def words(version: int) -> NDArray[np.uint16]:
 
 
 def save(version: int) -> Save:
-    """Return what writes the files of a version, the small one first."""
-
     def write(folder: Path) -> WrittenFiles:
         (folder / "config.json").write_text("{}", encoding="utf-8")
         tensors = {"w": RawTensor("I16", (WORDS,), words(version).data.cast("B"))}

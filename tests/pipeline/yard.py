@@ -169,7 +169,6 @@ class Yard:
         return self.enqueue_states(*groups)
 
     def enqueue_states(self, *groups: list[RolloutState]) -> list[str]:
-        """Enqueue groups of these rollouts."""
         cursor = self.run.jobs.cursor(TASK)
         gids = [group_id(TASK, cursor + i) for i in range(len(groups))]
         data = {
@@ -214,7 +213,6 @@ class Yard:
         )
 
     def located(self, version: int) -> tuple[Path, str]:
-        """Return the folder of weights that were written, and their checksum."""
         folder = self.folder / f"weights-{version}"
         return folder, weights_manifest.digest((folder / weights_manifest.NAME).read_bytes())
 
@@ -255,14 +253,11 @@ class Yard:
         chosen = {
             key: options.pop(key)
             for key in (
-                "is_valid_sample",
-                "group_time_limit_s",
-                "on_failed_member",
-                "train_roles",
+                "is_valid_sample", "group_time_limit_s", "on_failed_member", "train_roles",
                 "column_judges",
             )
             if key in options
-        }
+        }  # fmt: skip
         if function := chosen.get("is_valid_sample"):
             what = "is_valid_sample_fn 'test'"
             call = judge_call(what, what, function, "filter", JudgingSection())
@@ -319,7 +314,6 @@ class Yard:
         return {place: n for place, n in self.run.account.totals().tasks[0].stages.items() if n}
 
     def group(self, gid: str) -> RolloutGroup:
-        """Return a group as its newest payload has it."""
         record = self.run.record(gid)
         ref = PayloadRef(
             gid,
@@ -385,6 +379,5 @@ class Yard:
         await asyncio.to_thread(self.run.receipts.wait, state, timeout_s=DEADLINE_S)
 
     async def until_generating(self, engine: WatchedEngine, requests: int) -> None:
-        """Wait until a held engine has this many requests, and let it make SOME tokens of each."""
         await self.until_engine(lambda: engine.unfinished() == requests)
         engine.make(SOME)

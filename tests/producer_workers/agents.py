@@ -61,7 +61,6 @@ async def write_on(client: openai.AsyncOpenAI, text: str, dice: random.Random) -
 
 
 async def ask(task: Any, messages: Any, **more: Any) -> Any:
-    """Ask for one turn and return OpenAI's choice."""
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         reply = await client.chat.completions.create(model="any", messages=messages, **more)
     return reply.choices[0]

@@ -47,7 +47,6 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def readme_block() -> Callable[[str], str]:
-    """Return the code of docs/pages/tools_and_agents.md that begins with the name of a file."""
     page = Path(__file__).parents[2] / "docs" / "pages" / "tools_and_agents.md"
     text = page.read_text(encoding="utf-8")
 
@@ -61,7 +60,6 @@ def readme_block() -> Callable[[str], str]:
 
 @pytest.fixture
 def chat(tokenizer: Any) -> Any:
-    """Return the tokenizer, with a template that knows tools."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
     return tokenizer

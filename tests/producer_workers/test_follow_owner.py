@@ -1,5 +1,3 @@
-"""A process ends after the process that owns it, whether or not it is able to end in order."""
-
 from __future__ import annotations
 
 import os

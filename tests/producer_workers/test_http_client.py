@@ -1,5 +1,3 @@
-"""Servers of others: none is read without a bound, and none sends a request to another host."""
-
 from __future__ import annotations
 
 import asyncio

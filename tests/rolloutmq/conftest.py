@@ -34,7 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 
 @pytest.fixture
 def store(server: EmbeddedServer) -> Iterator[Store]:
-    """An empty server."""
     opened = Store(server.url, deadline_s=400.0)
     opened.client.flushall()
     yield opened

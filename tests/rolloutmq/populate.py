@@ -54,7 +54,6 @@ class Scene:
         self.taken: PayloadRef
 
     def enqueue(self, groups: int, prompt: int = 3, source: str | None = None) -> None:
-        """Enqueue groups whose prompts have this length and data source."""
         for first in range(0, groups, 128):
             self._enqueue(min(groups - first, 128), prompt, source)
 
@@ -205,7 +204,6 @@ def write_samples(scene: Scene, folder: Path, text: str = "") -> None:
 
 
 def write_steps(folder: Path, steps: list[tuple[int, str, list[str]]]) -> Path:
-    """A trainer's steps.jsonl."""
     path = folder / "steps.jsonl"
     lines = [
         {

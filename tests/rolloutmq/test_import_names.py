@@ -1,40 +1,21 @@
-"""Files of the user's that are called like our packages break neither the command nor a script."""
-
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import rolloutmq
 from tests.programs import ROOT, run
 
 THEIRS = "OWNER = 'the user'\n\n\ndef score(*, response, ground_truth, state):\n    return 1.0\n"
-CONFIG = """
-[run]
-name = "mine"
-
-[plan]
-steps = 1
-batch_size = 1
-
-[policy]
-model = "model"
-
-[tasks.sums]
-prompt_repeat_k = 2
-judge = "{judge}"
-dataset = {{ kind = "python", factory = "configs:rows" }}
-
-[engine]
-kind = "simulated"
-"""
+CONFIG = Path(__file__).with_name("import_names.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a consumer.py, a buffer/ and a configs.py of the user's."""
     (tmp_path / "buffer").mkdir()
     for file in ("consumer.py", "buffer/__init__.py"):
         (tmp_path / file).write_text(THEIRS, encoding="utf-8")
@@ -87,3 +68,42 @@ def test_a_script_that_has_imported_one_of_them_is_told_which_file_to_rename(fol
         f"ImportError: {folder / 'consumer.py'} was imported as 'consumer', which is the name of a "
         "package of rolloutmq: rename that file"
     )
+
+
+PUBLIC = """
+    AgentLoop AgentLoopManager Answer AsyncRolloutConsumer AttachedJudge Batch BatchDataset CheckpointFolder
+    Column ColumnJudge ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
+    MediaRef Mode MultiTurnAgentLoop NamedJudge NotReady Observer PolicyVersion Position RehearsalError ReplayBuffer
+    RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams Section
+    ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
+    padded_tensors publish rehearse run_all runs_inline
+"""
+NAMES = PUBLIC.split()
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md"), *ROOT.glob("docs/pages/*.md")]
+    # code of the project itself stands in CONTRIBUTING
+    if not path.is_relative_to(ROOT / "tests") and path.name != "CONTRIBUTING.md"
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_there(name: str) -> None:
+    assert getattr(rolloutmq, name).__name__ == {"AgentLoopManager": "Producer"}.get(name, name)
+
+
+@pytest.mark.parametrize("name", ["Nothing"])
+def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
+    with pytest.raises(AttributeError, match="module 'rolloutmq' has no attribute 'Nothing'"):
+        getattr(rolloutmq, name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docs_import_public_names_only(page: Path) -> None:
+    for code in re.findall(r"^```python.*?\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
+        assert not re.search(
+            r"^\s*(?:from|import) (?:buffer|consumer|producer_workers)\b", code, re.M
+        )
+        for names in re.findall(r"^from rolloutmq import (.+)$", code, re.M):
+            assert set(names.split(", ")) <= set(NAMES)
+        assert not re.search(r"^\s*(?:from|import) rolloutmq\.", code, re.M)

@@ -1,5 +1,3 @@
-"""Without its extras, every command names the one that is missing, in one line."""
-
 from __future__ import annotations
 
 import ast
@@ -91,7 +89,6 @@ def test_every_extra_is_one_of_the_distribution() -> None:
 
 
 def roots_of(file: Path) -> Iterator[str]:
-    """Yield the packages that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (each.name.partition(".")[0] for each in node.names)
@@ -100,7 +97,6 @@ def roots_of(file: Path) -> Iterator[str]:
 
 
 def needed_by(distribution: str) -> set[str]:
-    """Return a distribution and all that it needs without extras."""
     names = {distribution}
     for line in metadata.requires(distribution) or ():
         if "extra ==" not in line:

@@ -1,5 +1,3 @@
-"""The log of a process: one record per cause and minute, however often it fails."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Who owns a run's folder: one process at a time, and no other one ever gets its signals."""
-
 from __future__ import annotations
 
 import fcntl

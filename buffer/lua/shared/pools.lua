@@ -1,16 +1,21 @@
 -- pools: the pools: how old a group counts there, in which order it is used, and how it leaves.
 
-local fork_list
+local fork_list, lowest_fork = nil, {}
 
 -- I8: weights that a trainer forked away from are gone; M counts as min(M, every fork opened after its lineage).
 local function living_version(lineages, lineage, version)
-  fork_list = fork_list or redis.call('LRANGE', lineages, -1000, -1)
-  for i = #fork_list, 1, -1 do
-    local name, fork = string.match(fork_list[i], '^(.*):(%d+)$')
-    if name == lineage then break end
-    if tonumber(fork) < tonumber(version) then version = fork end
+  lineage = lineage or ''
+  local lowest = lowest_fork[lineage] or math.huge
+  if not lowest_fork[lineage] then
+    fork_list = fork_list or redis.call('LRANGE', lineages, -1000, -1)
+    for i = #fork_list, 1, -1 do
+      local name, fork = string.match(fork_list[i], '^(.*):(%d+)$')
+      if name == lineage then break end
+      lowest = math.min(lowest, tonumber(fork))
+    end
+    lowest_fork[lineage] = lowest
   end
-  return version
+  return lowest < tonumber(version) and int(lowest) or version
 end
 
 -- The score of a group in a pool: its version; or, with token staleness (`token_lead` steps stricter), the version of a group
@@ -46,9 +51,8 @@ local function next_arrival(progress) return string.format('%010d', redis.call('
 -- Return the gid of a member ("<arrival>:<gid>" or a gid). A pattern would try each of its digits.
 local function gid_of(member) return string.sub(member, (string.find(member, ':', 1, true) or 0) + 1) end
 
--- Return gid and fields of some members, and these members: all are read before anything is
--- written. A member whose record is gone is left out, and stays where it is (fsck reports it); the first field is in every
--- record.
+-- Return gid and fields of some members, and these members: all are read before anything is written. A member whose record
+-- is gone is left out, and stays where it is (fsck reports it); the first field is in every record.
 local function records_of(groups, members, ...)
   local gids, records, kept = {}, {}, {}
   for _, member in ipairs(members) do
@@ -82,20 +86,8 @@ local function next_in_order(order, pool, cut, count)
   return chosen
 end
 
--- Take a dead or pooled group out of its place, and return that place (dead, or the status of the pool).
-local function remove_dead_or_pooled(keys, gid, stage, status, arrival)
-  if stage == 'dead' then
-    redis.call('ZREM', keys.dead, gid)
-    redis.call('UNLINK', keys.dead_letters .. gid)
-    redis.call('HINCRBY', keys.progress, 'dead', -1)
-    return 'dead'
-  end
-  redis.call('ZREM', keys[status], arrival .. ':' .. gid)
-  return status
-end
-
 -- The keys of the task of a gid: all of them have prefixes that were passed as keys. They are read first, as in
--- retry_keys.
+-- found_group.
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, leased_by = under.leased_by, dead = under.dead,
     dead_letters = under.dead_letters, jobs = under.queues .. task .. ':', progress = under.accounts .. task,
@@ -125,19 +117,24 @@ local function read_place(keys, held)
   if held and held.stage == 'waiting' then redis.call('XLEN', keys.jobs .. held.lane) end
 end
 
--- Take a group out of its place, which is no batch, and return that place. Its token becomes invalid (I2).
+-- Take a group out of its place, which is no batch. Its token becomes invalid (I2). Return its stage, or the status of
+-- its pool.
 local function remove_from_stage(keys, gid, held)
-  if held.stage == 'running' then
+  if held.stage == 'pool' then
+    redis.call('ZREM', keys[held.status], held.arrival .. ':' .. gid)
+    return held.status
+  elseif held.stage == 'dead' then
+    redis.call('ZREM', keys.dead, gid)
+    redis.call('UNLINK', keys.dead_letters .. gid)
+    redis.call('HINCRBY', keys.progress, 'dead', -1)
+  elseif held.stage == 'running' then
     let_go(keys.leases, keys.leased_by .. held.owner, held.owner, {gid}, {held.token})
     redis.call('ZREM', keys.age_index, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
-    return held.stage
-  end
-  if held.stage == 'waiting' then
+  else
     redis.call('XDEL', keys.jobs .. held.lane, held.entry)
     redis.call('ZREM', keys.age_index, gid)
-    return held.stage
   end
-  return remove_dead_or_pooled(keys, gid, held.stage, held.status, held.arrival)
+  return held.stage
 end

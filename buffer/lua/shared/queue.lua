@@ -18,9 +18,6 @@ local function keep_age(age_index, gid, payload, version)
   end
 end
 
--- Return how many groups of the index are too old for the next train step, whose staleness cut is `cut`.
-local function expiring_groups(age_index, cut) return redis.call('ZCOUNT', age_index, '-inf', '(' .. cut) end
-
 -- Return the id of the entry.
 local function add_job(jobs, gid, payload) return redis.call('XADD', jobs, '*', 'gid', gid, 'payload', payload) end
 
@@ -40,7 +37,7 @@ local function room(progress, jobs, completed, age_index, ledger, target, thresh
   local cut, expiring = '-inf', 0
   if threshold then
     cut = int(next_step(ledger) - threshold)
-    expiring = expiring_groups(age_index, cut)
+    expiring = redis.call('ZCOUNT', age_index, '-inf', '(' .. cut)
   end
   local free = target - (drawn or num(counts[1]) + in_flight - expiring + redis.call('ZCOUNT', completed, cut, '+inf'))
   return max_in_flight and math.min(free, max_in_flight - in_flight) or free
@@ -48,18 +45,6 @@ end
 
 -- Return the lane of a group that was claimed from `lane` and waits again.
 local function lane_again(lane) return lane == 'eval' and lane or 'resume' end
-
--- The keys of the task of a record: its streams and account have prefixes. All are read: a wrong type stops the script
--- here, before it writes anything.
-local function retry_keys(task, lane, groups, queues, accounts, ages, dead, dead_letters)
-  lane = lane_again(lane)
-  local keys = {groups = groups, lane = lane, jobs = queues .. task .. ':' .. lane, progress = accounts .. task,
-    age_index = ages .. task, dead = dead, dead_letters = dead_letters}
-  redis.call('XLEN', keys.jobs)
-  redis.call('HLEN', keys.progress)
-  redis.call('ZCARD', keys.age_index)
-  return keys
-end
 
 -- Return a group that used up a try to the queue; after max_tries, make it a dead letter (I11).
 local function retry_or_dead_letter(keys, gid, max_tries, letter)

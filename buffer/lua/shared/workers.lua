@@ -36,7 +36,12 @@ local function found_group(under, worker, gid, token)
   local keys
   local held = redis.call('HMGET', under.groups .. gid, 'task', 'token', 'claimed_ms', 'lane', 'payload', 'tokens', 'best')
   if held[1] and held[2] == token then
-    keys = retry_keys(held[1], held[4], under.groups, under.queues, under.accounts, under.ages, under.dead, under.dead_letters)
+    local task, lane = held[1], lane_again(held[4])
+    keys = {groups = under.groups, lane = lane, jobs = under.queues .. task .. ':' .. lane, progress = under.accounts .. task,
+      age_index = under.ages .. task, dead = under.dead, dead_letters = under.dead_letters}
+    redis.call('XLEN', keys.jobs)
+    redis.call('HLEN', keys.progress)
+    redis.call('ZCARD', keys.age_index)
   end
   return {worker = worker, gid = gid, token = token, keys = keys, claimed_ms = num(held[3]),
     has_grown = has_turns_of(token, held[5] or '') and num(held[6]) > num(held[7])}
@@ -64,15 +69,12 @@ local function take_back(under, found, max_tries, reason)
   return waiting, died
 end
 
-local LAST_FIELDS = {'engine', 'weights', 'joined_ms', 'seen_ms', 'report', 'quarantined', 'host'}
-
-local function log_worker_end(events, name, worker, record)
-  local values, fields = redis.call('HMGET', record, unpack(LAST_FIELDS)), {}
-  for i, value in ipairs(values) do
-    if value then
-      fields[#fields + 1] = LAST_FIELDS[i]
-      fields[#fields + 1] = value
-    end
+local function forget_worker(events, name, workers, worker, record)
+  local fields = {}
+  for field, value in pairs(fields_of(record, 'engine', 'weights', 'joined_ms', 'seen_ms', 'report', 'quarantined', 'host')) do
+    fields[#fields + 1], fields[#fields + 2] = field, value
   end
   log_event(events, name, 'worker', worker, unpack(fields))
+  redis.call('ZREM', workers, worker)
+  redis.call('UNLINK', record)
 end

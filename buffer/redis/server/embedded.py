@@ -115,18 +115,15 @@ class EmbeddedServer:
         path = self.folder / "valkey.sock"
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
             return path
-        return self._short_folder() / "valkey.sock"
-
-    def _short_folder(self) -> Path:
         note = self.folder / "socket_folder"
         if note.exists():
             folder = Path(note.read_text(encoding="utf-8").strip())
             if folder.is_dir() and folder.stat().st_uid == os.getuid():
-                return folder
+                return folder / "valkey.sock"
         self.folder.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="rmq-"))  # mode 0700: no other user can connect
         note.write_text(f"{folder}\n", encoding="utf-8")
-        return folder
+        return folder / "valkey.sock"
 
     @property
     def url(self) -> str:

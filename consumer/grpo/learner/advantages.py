@@ -240,31 +240,30 @@ def otb_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
     the second longest session, where the mean would be the return itself, the last baseline before
     holds.
     """
-    return [_otb(SampledTokens.of(group)) for group in groups]
-
-
-def _otb(tokens: SampledTokens) -> NDArray[np.float32]:
-    group = tokens.group
-    scores = tokens.outcomes()[group.firsts]
-    lengths = np.bincount(tokens.session, minlength=len(scores))
-    shape = (len(scores), int(lengths.max(initial=0)))
-    is_there = np.arange(shape[1]) < lengths[:, None]
-    energy, rewards = np.zeros(shape), np.zeros(shape)
-    if "energy" in group.tokens:
-        energy[is_there] = group.tokens["energy"][tokens.place]
-    rewards[is_there] = tokens.rewards
-    returns = scores[:, None] + np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
-    weights = np.cumsum(energy, axis=1) * is_there
-    weights[:, weights.sum(0) == 0] = 1.0
-    weights *= is_there
-    baseline = (weights * returns).sum(0) / np.maximum(weights.sum(0), 1e-30)
-    # exactly: the rounding of a mean of equal numbers is no advantage
-    least = np.where(is_there, returns, np.inf).min(0)
-    most = np.where(is_there, returns, -np.inf).max(0)
-    baseline = np.where(least == most, least, baseline)
-    shared = int(np.sort(lengths)[-2]) if len(lengths) > 1 else 0
-    baseline[shared:] = baseline[shared - 1] if shared else scores.mean()
-    return tokens.column((returns - baseline)[is_there])
+    found = []
+    for tokens in map(SampledTokens.of, groups):
+        group = tokens.group
+        scores = tokens.outcomes()[group.firsts]
+        lengths = np.bincount(tokens.session, minlength=len(scores))
+        shape = (len(scores), int(lengths.max(initial=0)))
+        is_there = np.arange(shape[1]) < lengths[:, None]
+        energy, rewards = np.zeros(shape), np.zeros(shape)
+        if "energy" in group.tokens:
+            energy[is_there] = group.tokens["energy"][tokens.place]
+        rewards[is_there] = tokens.rewards
+        returns = scores[:, None] + np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+        weights = np.cumsum(energy, axis=1) * is_there
+        weights[:, weights.sum(0) == 0] = 1.0
+        weights *= is_there
+        baseline = (weights * returns).sum(0) / np.maximum(weights.sum(0), 1e-30)
+        # exactly: the rounding of a mean of equal numbers is no advantage
+        least = np.where(is_there, returns, np.inf).min(0)
+        most = np.where(is_there, returns, -np.inf).max(0)
+        baseline = np.where(least == most, least, baseline)
+        shared = int(np.sort(lengths)[-2]) if len(lengths) > 1 else 0
+        baseline[shared:] = baseline[shared - 1] if shared else scores.mean()
+        found.append(tokens.column((returns - baseline)[is_there]))
+    return found
 
 
 def _opo(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:

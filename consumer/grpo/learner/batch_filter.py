@@ -21,8 +21,7 @@ from buffer.errors import ConfigError
 from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
-from consumer.grpo.policy.column_reader import ColumnReader
-from consumer.grpo.policy.mask_reader import MaskReader
+from consumer.grpo.policy.column_readers import ColumnReader, MaskReader
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -76,8 +75,7 @@ class Filtered:
         for group in groups:
             own = [*islice(reasons, len(group))]
             if id(group) in included:
-                rollout = np.repeat(np.arange(len(group)), group.lengths)
-                is_trained = np.bincount(rollout, group.mask, len(group)) > 0
+                is_trained = group.sums(group.mask) > 0
                 for n, reason in enumerate(own):
                     advantage = FINISHED if next(advantages, True) else "no_advantage"
                     found = reason or (advantage if is_trained[n] else "stale")
@@ -140,9 +138,7 @@ class BatchFilter:
 
     def computable(self, group: RolloutGroup) -> NDArray[np.bool_]:
         """Return which rollouts have tokens that were sampled and are not too long, bool[k]."""
-        rollout = np.repeat(np.arange(len(group)), group.lengths)
-        sampled = np.bincount(rollout, group.sampled_mask, len(group)) > 0
-        return sampled & ~self._overlong(group)
+        return (group.sums(group.sampled_mask) > 0) & ~self._overlong(group)
 
     def _problem(self, group: RolloutGroup) -> tuple[str, str] | None:
         """Return why a group cannot be trained, as (reason, detail); None where it can."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from consumer.config.learner import DistillationConfig, LearnerConfig, LossConfig, Outside
+from consumer.config.learner import DistillationConfig, LossConfig, Outside
 from consumer.grpo.learner.losses import TokenColumns
 from consumer.grpo.policy.micro_batch import MicroBatch
 
@@ -34,12 +34,6 @@ class Distillation:
 
     `loss`: the teacher that its KL term reads is no other teacher.
     """
-
-    @classmethod
-    def of(cls, config: LearnerConfig, weights: TeacherWeights) -> Distillation | None:
-        """Return what [learner] asks for; None without [learner.distillation]."""
-        section = config.distillation
-        return None if section is None else cls(section, weights, config.loss)
 
     def __init__(
         self, config: DistillationConfig, weights: TeacherWeights, loss: LossConfig

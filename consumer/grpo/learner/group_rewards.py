@@ -165,9 +165,11 @@ def shaped_scores(group: RolloutGroup, buffer_tokens: int | None) -> NDArray[np.
     if buffer_tokens is None:
         return group.scores
     names, member = np.unique(group.sessions, return_inverse=True)
-    rollout = np.repeat(np.arange(len(group)), group.lengths)
-    sampled = np.bincount(rollout, group.sampled_mask, len(group))
+    sampled = group.sums(group.sampled_mask)
     of_session = np.bincount(member, sampled, len(names))[member].astype(np.int32)
-    is_agent = [bool(n in group.own and group.own[n].session_id) for n in range(len(group))]
-    lengths = np.where(is_agent, of_session, group.lengths)
-    return group.scores + overlong_penalty(lengths, group.token_limits, buffer_tokens)
+    lengths = group.lengths.copy()
+    for n, own in group.head.own:
+        if own.session_id:
+            lengths[n] = of_session[n]
+    limits = np.array([sample.max_tokens for sample in group.samples], np.int32)
+    return group.scores + overlong_penalty(lengths, limits, buffer_tokens)

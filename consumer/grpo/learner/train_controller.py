@@ -107,7 +107,10 @@ class TrainController:
             critic.advantages if critic else load_estimator(advantages, reward_weights)
         )
         self._overlong_buffer_tokens = overlong_buffer_tokens
-        self._distillation = Distillation.of(self._config, teacher_weights or {})
+        section = self._config.distillation
+        self._distillation = (
+            Distillation(section, teacher_weights or {}, self._config.loss) if section else None
+        )
         # before hours of rollouts, where it does not exist
         load_objective(self._config.loss.objective)
         self._filter = batch_filter or BatchFilter(readers=policy.readers)
@@ -172,9 +175,8 @@ class TrainController:
         """Return which rollouts have a gradient, bool[sum k]; None: all."""
         largest = [np.zeros(0, np.float32)]
         for own, group in zip(advantages, groups, strict=True):
-            rollout = np.repeat(np.arange(len(group)), group.lengths)
             sizes = np.abs(per_token(own, group.lengths) * group.mask)
-            largest.append(np.bincount(rollout, sizes, len(group)).astype(np.float32))
+            largest.append(group.sums(sizes).astype(np.float32))
         return self.keep(np.concatenate(largest))
 
     def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:

@@ -19,8 +19,7 @@ from torch import Tensor
 from buffer.errors import ConfigError, WireError
 from buffer.wire.document import layout_of
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.policy.column_reader import ColumnReader, Places
-from consumer.grpo.policy.mask_reader import MaskReader
+from consumer.grpo.policy.column_readers import ColumnReader, MaskReader, Places
 from consumer.handle.batch import BatchTable, Ints
 
 
@@ -186,7 +185,9 @@ class MicroBatches:
             targets=self._moved(_joined(responses, self._integer)).long(),
             rollout_logprobs=self._moved(_joined(parts.pop("logprobs"), np.float32)),
             mask=self._moved(_joined(parts.pop("mask"), self._mask)).float(),
-            sample=self._moved(self._samples(layout)).long(),
+            sample=self._moved(
+                np.repeat(np.arange(len(chosen), dtype=self._integer), self._table.lengths[chosen])
+            ).long(),
             rollout=self._moved(chosen),
             trained_tokens=self._moved(self._table.trained[chosen]).float(),
             recorded={
@@ -199,11 +200,6 @@ class MicroBatches:
             },
             tasks=[self._table.groups[n].task for n in self._table.group[chosen].tolist()],
         )
-
-    def _samples(self, layout: Layout) -> NDArray[Any]:
-        """Return int[N]."""
-        samples = np.arange(len(layout.chosen), dtype=self._integer)
-        return np.repeat(samples, self._table.lengths[layout.chosen])
 
     def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
         """Return int[R, W]."""

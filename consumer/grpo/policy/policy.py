@@ -21,13 +21,12 @@ from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapshot, snapshot_weights
 from consumer.grpo.models.device_choices import choose_bf16
-from consumer.grpo.policy.column_reader import ColumnReader
+from consumer.grpo.policy.column_readers import ColumnReader, MaskReader
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
-from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.micro_batch import MicroBatch, Packer
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
-from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
+from consumer.grpo.policy.policy_loading import load_policy
 from consumer.grpo.policy.routing_replay import RecordedExperts, RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
 from consumer.handle.ranks import ALONE, Ranks
@@ -71,12 +70,15 @@ class Policy(TrainedModel):
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self.logits.replay = replay
         check_logprobs(self.logits)
-        self.vocabulary = vocabulary_of(self.model)  # token ids that the model reads and predicts
+        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        # token ids that the model reads and predicts
+        self.vocabulary = min(int(table.weight.shape[0]) for table in tables)
         needed = not config.allow_truncated_sampling
         masks = MaskReader(self.vocabulary, columns, needed=needed)
         self.readers: list[ColumnReader] = [masks]
         if replay:
-            self.readers.insert(0, replay.recorded_experts(columns))
+            shape = (replay.layers, replay.top_k, replay.experts)
+            self.readers.insert(0, RecordedExperts(*shape, columns))
         self.packer = Packer(
             config.token_budget,
             share_rows=keeps_samples_apart(self.logits),

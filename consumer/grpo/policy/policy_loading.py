@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from buffer.errors import ConfigError
@@ -85,8 +84,3 @@ def load_policy(
     load_shards(model, model_dir)
     place(policy, device, config.sharding)
     return policy
-
-
-def vocabulary_of(model: PreTrainedModel) -> int:
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(int(table.weight.shape[0]) for table in tables)

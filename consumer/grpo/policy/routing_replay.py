@@ -23,7 +23,7 @@ from buffer.errors import ConfigError, WireError
 from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.expert_gates import expert_gates, layers_of
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.policy.column_reader import Places
+from consumer.grpo.policy.column_readers import Places
 
 Recorded = NDArray[np.int16] | str | None  # as in `RolloutState.routed_experts`
 
@@ -76,7 +76,12 @@ class RecordedExperts:
         shape = (total - 1, *self._shape)
         if recorded is None:
             raise WireError("has no routed experts")
-        experts = self._read_file(recorded, shape) if isinstance(recorded, str) else recorded
+        experts = recorded
+        if isinstance(experts, str):
+            try:
+                experts = self._columns.read(experts, "<i2", int(np.prod(shape)))
+            except WireError as error:
+                raise WireError(f"has routed experts that cannot be read: {error}") from error
         if experts.shape != shape:
             raise WireError(
                 f"has routed experts of shape {list(experts.shape)}, expected {list(shape)}"
@@ -84,12 +89,6 @@ class RecordedExperts:
         if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self._experts:
             raise WireError(f"has a routed expert outside 0 to {self._experts - 1}")
         return experts
-
-    def _read_file(self, address: str, shape: tuple[int, ...]) -> NDArray[np.int16]:
-        try:
-            return self._columns.read(address, "<i2", int(np.prod(shape)))
-        except WireError as error:
-            raise WireError(f"has routed experts that cannot be read: {error}") from error
 
 
 GateOutput = tuple[Tensor, Tensor, Tensor]  # logits, weights and the chosen experts
@@ -105,9 +104,6 @@ class RoutingReplay:
         for layer, gate in self._gates.items():
             gate.forward = partial(self._choose, layer, gate.forward)
         self.experts, self.top_k = self._probe(model)
-
-    def recorded_experts(self, columns: ColumnFolder) -> RecordedExperts:
-        return RecordedExperts(self.layers, self.top_k, self.experts, columns)
 
     def set_experts(self, experts: Tensor | None) -> None:
         """Set the experts that the gates choose until the next call, int16[slots, layers, top_k].

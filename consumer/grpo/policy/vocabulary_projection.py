@@ -6,7 +6,7 @@ All logits of 8,192 tokens and 151,936 words take 4.6 GiB in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,7 +190,12 @@ class _Projection(torch.autograd.Function):
         states, weight, bias, targets, total, entropy = ctx.saved_tensors
         options = ctx.options
         table = _Table(weight, bias, options)
-        by_state, by_weight, by_bias = _zeros(ctx.needs_input_grad, states, weight, bias)
+        # float32, which autograd rounds
+        needed = zip((states, weight, bias), ctx.needs_input_grad, strict=False)
+        by_state, by_weight, by_bias = (
+            torch.zeros_like(each, dtype=torch.float32) if is_needed and each is not None else None
+            for each, is_needed in needed
+        )
         for rows in _chunks(len(states), len(weight)):
             logits = table.logits(states, rows)
             by_logit = _logit_gradient(
@@ -207,16 +212,12 @@ class _Projection(torch.autograd.Function):
             if by_state is not None:
                 by_state[rows] = by_product @ table.weight
             if by_weight is not None:
-                _add_product(by_weight, by_product.T, states[rows].to(options.dtype))
+                own = states[rows].to(options.dtype)
+                if own.dtype == by_weight.dtype:
+                    by_weight.addmm_(by_product.T, own)  # without a copy of the total
+                else:
+                    by_weight += by_product.T @ own
         return by_state, by_weight, by_bias, None, None
-
-
-def _zeros(needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:
-    """Return a float32 gradient of zeros for each input that needs one; autograd rounds it."""
-    return [
-        torch.zeros_like(tensor, dtype=torch.float32) if is_needed and tensor is not None else None
-        for is_needed, tensor in zip(needed, inputs, strict=False)
-    ]
 
 
 def _logit_gradient(
@@ -240,11 +241,3 @@ def _logit_gradient(
         factor = (logits - total).add_(entropy).mul_(gradient).add_(factor)
     by_logit = (logits - total).exp_().mul_(factor).neg_()
     return by_logit.scatter_add_(1, targets, by_logprob)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to the float32 `total`, without a copy of it where the types agree."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

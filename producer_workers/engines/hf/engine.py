@@ -38,10 +38,8 @@ from producer_workers.engines.base import (
 from producer_workers.engines.hf.sampling import RoutedTokens, RoutingRecorder, Scoring, sample
 from producer_workers.engines.model_folder import (
     AdapterCheck,
-    Shapes,
+    ModelCheck,
     check_model_folder,
-    check_same_tensors,
-    has_tied_head,
     read_shapes,
 )
 
@@ -95,7 +93,6 @@ class TransformersEngine:
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
         self.max_model_len: int | None = None
-        self._shapes: Shapes = {}
         self._requests: dict[int, _Request | Scoring] = {}
         self._paused = False
         self._wake = asyncio.Event()
@@ -105,8 +102,8 @@ class TransformersEngine:
 
     async def start(self) -> None:
         check_model_folder(self._model_dir)
-        self._shapes = read_shapes(self._model_dir)
-        self._adapter_check = AdapterCheck(self._model_dir, self._shapes)
+        self._model_check = ModelCheck(self._model_dir)
+        self._adapter_check = AdapterCheck(self._model_dir, self._model_check.shapes)
         self._model, self._recorder = await self._read(self._model_dir, EngineError)
         eos = self._model.generation_config.eos_token_id
         self._stop_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
@@ -166,7 +163,8 @@ class TransformersEngine:
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Read weights while sampling continues; only the switch is between two steps."""
         self.check_health()
-        await asyncio.to_thread(self._check_weights, path)
+        check = self._adapter_check if is_adapter(path) else self._model_check
+        await asyncio.to_thread(check.check, path)
         model, recorder = await self._read(path)
         async with self._lock:
             # the modules refer to each other: without this, their tensors stay for minutes
@@ -258,7 +256,10 @@ class TransformersEngine:
         )
         request.add([token], [logprob])
         if self.records_masks:
-            request.masks.append((None if kept is None else _mask_of(kept), 1))
+            mask = None
+            if kept is not None:
+                mask = SamplingMask(np.array([len(kept)], "<i4"), kept.numpy().astype("<i4"))
+            request.masks.append((mask, 1))
         request.stamp(self._version)
         is_stopped = token in stop_ids
         if params.stops and len(request.token_ids) > params.min_tokens:
@@ -277,13 +278,6 @@ class TransformersEngine:
                 self._requests.pop(id(request), None)
 
     # -- weights
-
-    def _check_weights(self, path: Path) -> None:
-        if is_adapter(path):
-            self._adapter_check.check(path)
-            return
-        tied_head = has_tied_head(self._model_dir)
-        check_same_tensors(self._shapes, read_shapes(path), path, tied_head=tied_head)
 
     async def _read(
         self, path: Path, kind: type[EngineError | WeightsError] = WeightsError
@@ -324,10 +318,6 @@ class TransformersEngine:
                 _put_adapter_into(model, path)
         model = model.eval().to(self._device)
         return model, RoutingRecorder(model) if self._config.routed_experts else None
-
-
-def _mask_of(kept: torch.Tensor) -> SamplingMask:
-    return SamplingMask(np.array([len(kept)], "<i4"), kept.numpy().astype("<i4"))
 
 
 def _put_adapter_into(model: Any, folder: Path) -> None:

@@ -9,13 +9,7 @@ from uuid import uuid4
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.http.server import CompletionServer
-from producer_workers.engines.model_folder import (
-    AdapterCheck,
-    Shapes,
-    check_same_tensors,
-    has_tied_head,
-    read_shapes,
-)
+from producer_workers.engines.model_folder import AdapterCheck, ModelCheck
 from producer_workers.engines.vllm.api import EXTENSION
 
 PREFIX = "rolloutmq-"  # of our adapters' names
@@ -33,14 +27,11 @@ class ServerWeights:
         self._server = server
         self._config = config
         self._model_dir = model_dir
-        self._shapes: Shapes = {}
-        self._tied_head = False
 
     async def take_over(self, version: PolicyVersion) -> None:
         """Load the first weights: the server may have an earlier worker's."""
         control_s = self._config.control_timeout_s
-        self._shapes = await asyncio.to_thread(read_shapes, self._model_dir)
-        self._tied_head = has_tied_head(self._model_dir)
+        self._model = await asyncio.to_thread(ModelCheck, self._model_dir)
         await self._server.call_workers("rolloutmq_ready", timeout_s=control_s)
         await self._server.pause("abort", control_s)
         await self._load_whole(self._model_dir)
@@ -48,8 +39,7 @@ class ServerWeights:
         await self._server.resume(control_s)
 
     async def check(self, path: Path) -> None:
-        shapes = await asyncio.to_thread(read_shapes, path)
-        check_same_tensors(self._shapes, shapes, path, tied_head=self._tied_head)
+        await asyncio.to_thread(self._model.check, path)
 
     async def load(self, path: Path, version: PolicyVersion) -> None:
         """Load and name weights, while nothing is sampled."""
@@ -84,7 +74,7 @@ class ServerAdapters(ServerWeights):
             if name.startswith(PREFIX):  # of a worker that died
                 await self._server.unload_adapter(name, self._config.control_timeout_s)
         await super().take_over(version)
-        self._adapters = AdapterCheck(self._model_dir, self._shapes)
+        self._adapters = AdapterCheck(self._model_dir, self._model.shapes)
 
     async def check(self, path: Path) -> None:
         await asyncio.to_thread(self._adapters.check, path)

@@ -115,17 +115,12 @@ class VllmControl:
                 # The caller ends the processes next.
                 logger.warning("vLLM did not abort its requests before the shutdown: %r", error)
         self.dead = self.dead or "shut down"
-        await self._end_output_loop()
-
-    async def _end_output_loop(self) -> None:
-        """End vLLM's output loop: it would report the end of its engine process as an error."""
-        handler = getattr(self._llm, "output_handler", None)
-        if handler is None:
-            return
-        handler.cancel()
-        await asyncio.gather(handler, return_exceptions=True)
-        # Callers that still wait for an answer will not get one.
-        self._llm.output_processor.propagate_error(self._api.engine_dead())
+        # vLLM's output loop would report the end of its engine process as an error
+        if handler := getattr(self._llm, "output_handler", None):
+            handler.cancel()
+            await asyncio.gather(handler, return_exceptions=True)
+            # Callers that still wait for an answer will not get one.
+            self._llm.output_processor.propagate_error(self._api.engine_dead())
 
 
 class VllmStatistics:

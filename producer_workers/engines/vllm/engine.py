@@ -11,13 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from buffer.errors import RolloutMQError
+from buffer.weights.safetensors_files import ADAPTER_CONFIG, ADAPTER_TENSORS, PEFT_PREFIX
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import VllmConfig
@@ -32,11 +37,10 @@ from producer_workers.engines.base import (
     WeightsError,
 )
 from producer_workers.engines.model_folder import (
+    AdapterCheck,
+    ModelCheck,
     Shapes,
     check_model_folder,
-    check_same_tensors,
-    has_tied_head,
-    read_shapes,
 )
 from producer_workers.engines.vllm.api import (
     VllmApi,
@@ -52,11 +56,69 @@ from producer_workers.engines.vllm.api import (
 )
 from producer_workers.engines.vllm.control import VllmControl, VllmStatistics
 from producer_workers.engines.vllm.images import VllmImages
-from producer_workers.engines.vllm.lora import VllmAdapter
 
 logger = logging.getLogger(__name__)
 
 HEALTH_CHECK_S = 10.0  # each check waits for the running forward pass
+
+
+ADAPTER_NAME = "policy"
+ADAPTER_NUMBER = 1
+ZEROED = "q_proj"  # the layer of the adapter of zeros
+
+
+class VllmAdapter(AdapterCheck):
+    """The adapters of one engine, up to rank `most`. Raises EngineError without a `q_proj`.
+
+    The first one is of zeros; running requests continue under a newer one.
+    """
+
+    def __init__(self, model_dir: Path, shapes: Shapes, most: int) -> None:
+        super().__init__(model_dir, shapes, most)
+        self._scratch = TemporaryDirectory(prefix="rolloutmq-adapter-")
+        self.first = Path(self._scratch.name)
+        _write_zeros(self.first, shapes)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"enable_lora": True, "max_lora_rank": self._most, "max_loras": 1}
+
+    def request(self, folder: Path) -> Any:
+        """Return the LoRARequest that each request carries."""
+        return import_module("vllm.lora.request").LoRARequest(
+            ADAPTER_NAME, ADAPTER_NUMBER, str(folder.resolve())
+        )
+
+    def loading(self, folder: str) -> tuple[str, str, int, str]:
+        """Return the `WeightLoader` call that replaces the adapter with the one in `folder`."""
+        return "rolloutmq_load_adapter", ADAPTER_NAME, ADAPTER_NUMBER, folder
+
+    def close(self) -> None:
+        self._scratch.cleanup()
+
+
+def _write_zeros(folder: Path, shapes: Shapes) -> None:
+    name = next((name for name in sorted(shapes) if name.endswith(f".{ZEROED}.weight")), None)
+    if name is None:
+        raise EngineError(
+            f"the model has no layer {ZEROED}, which the first adapter needs",
+            hint="unset [engine] max_lora_rank",
+        )
+    out, into = shapes[name]
+    stem = PEFT_PREFIX + name.removesuffix(".weight")
+    zeros = {
+        f"{stem}.lora_A.weight": np.zeros((8, into), "<f4"),
+        f"{stem}.lora_B.weight": np.zeros((out, 8), "<f4"),
+    }
+    save_file(zeros, folder / ADAPTER_TENSORS)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": [ZEROED],
+        "bias": "none",
+    }
+    (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config))
 
 
 class VllmEngine:
@@ -69,8 +131,6 @@ class VllmEngine:
         self._model_dir = model_dir
         self._loaded_from = model_dir
         self._version = version
-        self._shapes: Shapes = {}
-        self._tied_head = False
         self._adapter: VllmAdapter | None = None
         self._api: VllmApi | None = None
         self._llm: Any = None
@@ -87,11 +147,12 @@ class VllmEngine:
     async def start(self) -> None:
         check_model_folder(self._model_dir)
         self._keeps_cache = keeps_cache(self._config, self._model_dir)
-        self._shapes = read_shapes(self._model_dir)
-        self._tied_head = has_tied_head(self._model_dir)
+        check = ModelCheck(self._model_dir)
+        self._check_weights = check.check
         if self._config.max_lora_rank:
-            self._adapter = VllmAdapter(self._model_dir, self._shapes, self._config.max_lora_rank)
+            self._adapter = VllmAdapter(self._model_dir, check.shapes, self._config.max_lora_rank)
             self._loaded_from = self._adapter.first
+            self._check_weights = self._adapter.check
         on_cpu = is_cpu_build()
         prepare_environment(self._config, on_cpu=on_cpu)
         try:
@@ -117,7 +178,22 @@ class VllmEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        final = await self._ask(request_id, prompt_ids, lambda: self._sampling(params))
+        def sampling() -> Any:
+            assert self._api is not None
+            structure = None
+            if params.structured:
+                structure = self._api.structured(**structure_arguments(params.structured))
+            return self._api.sampling(
+                **sampling_arguments(masked(params) if self.records_masks else params),
+                structured_outputs=structure,
+                output_kind=self._api.final_only,
+                logprobs=0,
+                flat_logprobs=True,  # plain lists instead of a dict per token
+                detokenize=bool(params.stops),  # text is made only where it decides the stop
+                skip_clone=True,
+            )
+
+        final = await self._ask(request_id, prompt_ids, sampling)
         return generation_of(final.outputs[0], len(prompt_ids))
 
     async def score(
@@ -169,21 +245,6 @@ class VllmEngine:
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
         return final
-
-    def _sampling(self, params: SampleParams) -> Any:
-        assert self._api is not None
-        structure = None
-        if params.structured:
-            structure = self._api.structured(**structure_arguments(params.structured))
-        return self._api.sampling(
-            **sampling_arguments(masked(params) if self.records_masks else params),
-            structured_outputs=structure,
-            output_kind=self._api.final_only,
-            logprobs=0,
-            flat_logprobs=True,  # plain lists instead of a dict per token
-            detokenize=bool(params.stops),  # text is made only where it decides the stop
-            skip_clone=True,
-        )
 
     async def pause(self, mode: PauseMode) -> None:
         control = self._running()
@@ -297,12 +358,6 @@ class VllmEngine:
             finally:
                 if not self._paused and control.dead is None:
                     await control.ask(self._llm.resume_generation(), "resuming after an update")
-
-    def _check_weights(self, path: Path) -> None:
-        if self._adapter:
-            self._adapter.check(path)
-        else:
-            check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
 
     async def _load(self, path: Path) -> None:
         folder = str(path.resolve())

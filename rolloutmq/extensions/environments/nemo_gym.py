@@ -16,9 +16,8 @@ import aiohttp
 
 from buffer.errors import RolloutMQError, ServiceAway, WireError
 from buffer.wire.foreign_json import read_json
-from producer_workers.http_client import ask
+from producer_workers.http_client import AWAY, ask
 from producer_workers.user_code.border import check_numbers
-from producer_workers.user_code.http_request import AWAY
 from rolloutmq.extensions.gateway.agents import AgentTask
 
 RUN_ID = "_ng_rollout_id"

@@ -18,7 +18,7 @@ import orjson
 
 from buffer.errors import ConfigError, RolloutMQError, ServiceAway
 from buffer.imports import import_package, is_dotted_path, load_function
-from producer_workers.user_code.http_request import AWAY
+from producer_workers.http_client import AWAY
 from rolloutmq.extensions.environments.rows import NOTHING_ASKED
 from rolloutmq.extensions.gateway.agents import AgentTask
 

@@ -197,16 +197,13 @@ class Segment:
         """Return the segment of a rollout; `ends`: of its turns, one by default."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
-        trained = state.response_mask
-        if trained is None:
-            trained = np.ones(len(state.response_ids), "u1")
         ids = np.concatenate([state.prompt_ids, state.response_ids]).astype("<i4")
         return cls(
             messages,
             Conversation.of(messages),
             tools,
             ids,
-            np.concatenate([np.zeros(before, "u1"), trained]),
+            np.concatenate([np.zeros(before, "u1"), state.whole_mask()]),
             np.concatenate([np.zeros(before, "<f4"), state.logprobs]).astype("<f4"),
             _moved(state.spans, before),
             tuple(state.tool_calls),

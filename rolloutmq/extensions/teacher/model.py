@@ -36,7 +36,7 @@ from producer_workers.engines.base import (
     context_length,
 )
 from producer_workers.engines.model_folder import vocabulary_size
-from producer_workers.user_code.http_request import AWAY, RETRIED
+from producer_workers.http_client import AWAY, RETRIED
 from rolloutmq.extensions.teacher.settings import TeacherSection
 
 log = logging.getLogger("rolloutmq.judge")

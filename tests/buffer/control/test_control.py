@@ -11,10 +11,13 @@ from functools import partial
 import pytest
 import redis
 
-from buffer.control.control import Mode, Role
+from buffer.control.control import ControlState, Mode, Role
 from buffer.control.control_line import ControlConnection
+from buffer.control.progress import Leftovers
+from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import (
     LostRun,
+    PauseTimeout,
     RoleHeld,
     RunDamaged,
     RunExists,
@@ -22,12 +25,13 @@ from buffer.errors import (
     SchemaVersionError,
 )
 from buffer.ids import new_nonce
-from buffer.limits import RunLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import record
 from buffer.run.continuation import Start
 from buffer.run.run import Run
 from buffer.run.settings import LiveSettings
+from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")
@@ -36,14 +40,11 @@ ALL = ("eval", "resume", "fresh")
 @pytest.mark.parametrize(
     ("operator", "trainer", "mode"),
     [
-        (Mode.KEEP, Mode.ABORT, Mode.ABORT),
-        (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
-        (Mode.ABORT, Mode.KEEP, Mode.ABORT),
-        (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
-        (Mode.RUN, Mode.KEEP, Mode.KEEP),
-        (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
+        (Mode.KEEP, Mode.ABORT, Mode.ABORT), (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
+        (Mode.ABORT, Mode.KEEP, Mode.ABORT), (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
+        (Mode.RUN, Mode.KEEP, Mode.KEEP), (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
     ],
-)
+)  # fmt: skip
 def test_the_stricter_of_two_holders_rules(
     scene: Scene, operator: Mode, trainer: Mode, mode: Mode
 ) -> None:
@@ -224,3 +225,110 @@ def test_create_run_leaves_a_run_finished_that_has_nothing_left_to_do(scene: Sce
         start = Start(is_done=partial(operator.ge, done))
         Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w", start=start)
         assert scene.run.control.state().mode is mode
+
+
+class Interrupted(Exception):
+    """Raised by a caller that waits no longer."""
+
+
+def test_a_silent_worker_is_named_and_a_dead_one_is_not_waited_for(scene: Scene) -> None:
+    scene.worker("w0"), scene.worker("w1")
+    scene.pause()
+    state = scene.run.control.state()
+    scene.beat([], "w0", ack=state.epoch)
+    with pytest.raises(PauseTimeout, match="from w1") as refused:
+        scene.run.receipts.wait(state, timeout_s=0.0)
+    assert "rolloutmq fence" in refused.value.command_hint
+    scene.raw.zadd(scene.keys.workers, {"w1": 1})
+    assert scene.run.receipts.wait(state, timeout_s=0.0) < 10.0
+
+
+def test_a_silent_worker_is_fenced_where_the_caller_asks_for_it(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.claim(worker="w0")
+    scene.pause(Mode.DRAIN)
+    scene.run.receipts.wait(fences=True, timeout_s=0.0)
+    assert scene.raw.exists(scene.keys.worker("w0")) == 0
+    assert len(scene.stream("resume")) == 1
+    scene.check()
+
+
+def test_a_wait_shows_who_is_silent_and_ends_when_the_caller_raises(scene: Scene) -> None:
+    scene.worker("w0")
+    seen: list[list[str]] = []
+
+    def watch(silent: list[str]) -> None:
+        seen.append(silent)
+        if len(seen) == 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        scene.run.receipts.wait(scene.run.control.set_mode("operator", Mode.KEEP), watch=watch)
+    assert seen == [["w0"], ["w0"]]
+
+
+def test_without_a_state_the_newest_epoch_counts(scene: Scene) -> None:
+    scene.worker("w0")
+    old = scene.run.control.set_mode("operator", Mode.KEEP)
+
+    def change_and_confirm(silent: list[str]) -> None:
+        if silent:
+            state = scene.run.control.set_mode("operator", Mode.RUN)
+            scene.beat([], "w0", ack=state.epoch)
+
+    scene.run.receipts.wait(watch=change_and_confirm)
+    assert scene.run.control.state().epoch == old.epoch + 1
+
+
+STATUS = ProduceBatchStatus
+TASKS = {"math": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
+
+
+def state(mode: Mode = Mode.RUN, lanes: tuple[str, ...] = ALL, version: int = 4) -> ControlState:
+    return ControlState(1, mode, lanes, PolicyVersion("l", version), "", "")
+
+
+def test_tokens_that_expire_earlier_expire_the_batch_earlier() -> None:
+    limits = RunLimits(stale_threshold=4, token_threshold=2, tasks=TASKS)
+    assert batch_status(state(), 6, limits) is STATUS.NORMAL
+    assert batch_status(state(), 7, limits) is STATUS.EXPIRED_BATCH
+
+
+def test_the_strictest_task_of_a_batch_decides_when_its_weights_are_too_old() -> None:
+    strict = TaskLimits(stale_threshold=1)
+    limits = RunLimits(stale_threshold=4, tasks={**TASKS, "code": strict})
+    assert [batch_status(state(), step, limits) for step in (5, 6)] == [
+        STATUS.NORMAL,
+        STATUS.EXPIRED_BATCH,
+    ]
+    strict.weight = 0.0
+    assert batch_status(state(), 6, limits) is STATUS.NORMAL
+
+
+@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.DRAIN, Mode.KEEP])
+def test_pause_comes_before_expiry_and_the_end_before_a_pause(mode: Mode) -> None:
+    limits = RunLimits(stale_threshold=1)
+    for lanes in ((), ("eval",)):
+        assert batch_status(state(mode, lanes), 99, limits) is STATUS.UPDATE_WEIGHT_AND_ABORT
+    assert batch_status(state(Mode.FINISH, ()), 99, limits) is STATUS.FINISH
+
+
+def test_progress_counts_what_the_scripts_moved(scene: Scene) -> None:
+    scene.open_trainer()
+    before = scene.run.read_progress()
+    scene.ready(0, 0, 0)
+    scene.enqueue(1)
+    scene.submit(scene.claim()[0], filtered=True)
+    scene.take(1, math=2)
+    progress = scene.run.read_progress()
+    math = progress.since(before)["math"]
+    assert (progress.next_consumer_step, math.consumed, math.filtered, math.enqueued) == (
+        2,
+        2,
+        1,
+        4,
+    )
+    assert (math.raw_rewards_sum, math.raw_rewards_count) == (8.0, 8)
+    assert (math.produced_samples, math.produced_tokens, math.target) == (8, 16, 1000)
+    assert progress.leftovers["math"] == Leftovers(completed=1, aborted=0, expired=0)
+    assert set(progress.tasks) == {"math", "code"}

@@ -1,5 +1,3 @@
-"""A server is told in mid-run to evict keys: that is said in its own words, by whoever notices it."""
-
 from __future__ import annotations
 
 import threading

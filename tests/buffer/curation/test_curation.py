@@ -33,12 +33,9 @@ FIRST_GID = group_id("math", IMPORTED_FROM)
 def line(gid: str = "a", **changes: Any) -> dict[str, Any]:
     """Return the fields that a curator must write at least."""
     least = {
-        "gid": gid,
-        "task": "math",
-        "response_ids": [1, 2],
-        "logprobs": [-0.5, -0.1],
+        "gid": gid, "task": "math", "response_ids": [1, 2], "logprobs": [-0.5, -0.1],
         "reward": {"score": 1},
-    }
+    }  # fmt: skip
     return least | changes
 
 
@@ -136,12 +133,8 @@ def test_imported_groups_live_like_others_and_take_no_draw(
         "messages": [{"role": "user", "content": "1 + 1"}],
     }
     rows = [
-        line("a", **spans),
-        line("a", **spans),
-        line("b"),
-        line("c", **spans),
-        line("d", **spans),
-    ]
+        line("a", **spans), line("a", **spans), line("b"), line("c", **spans), line("d", **spans),
+    ]  # fmt: skip
     scene.run.import_groups(write(tmp_path / "f.jsonl", *rows))
     gids = [group_id("math", IMPORTED_FROM + i) for i in range(4)]
     assert scene.run.jobs.cursor("math") == 0
@@ -194,19 +187,13 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(response_ids=[], logprobs=[])], "line 1: response_ids: empty"),
     ([line(status="aborted")], "line 1: status: aborted; only completed"),
     ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span is outside"),
-    (
-        [line(), line("b"), line("b", prompt_ids=[7])],
-        "lines 2 to 3: group b: .*different prompt_ids",
-    ),
+    ([line(), line("b"), line("b", prompt_ids=[7])], "lines 2 to 3: group b: .*different prompt_ids"),
     ([line(samples=2), line("b", samples=1)], "lines 1 to 1: group a has 1 of 2 lines"),
     ([line(index=0), line(index=0)], "lines 1 to 2: group a: the index"),
     ([line(), line("b", task="chess")], "line 2: there is no training task 'chess'"),
     ([line(task="quiz")], "line 1: there is no training task 'quiz'"),
-    (
-        [line(spans=[[0, 1, -1, "l0"]])],
-        r"lines 1 to 1: group a: .*columns\.spans.*",
-    ),
-]
+    ([line(spans=[[0, 1, -1, "l0"]])], r"lines 1 to 1: group a: .*columns\.spans.*"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("which", range(len(WRONG)))

@@ -24,7 +24,6 @@ def running(scene: Scene, count: int = 1, weights: PolicyVersion = FIRST) -> lis
 
 
 def train(scene: Scene, *steps: int) -> None:
-    """Take one group of the newest version for each step."""
     for step in steps:
         weights = scene.run.control.state().weights
         scene.enqueue(1)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import orjson
-import pytest
+from collections.abc import Callable
 
-from buffer.errors import PayloadMissing, WireError
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.errors import GroupHeld, PayloadMissing, WireError
+from buffer.groups.job_queue import Serves, serving_order
 from buffer.ids import group_id
+from buffer.job import PayloadRef
+from buffer.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import read_run_view
-from tests.buffer.scene import FIRST, Scene, extend
+from tests.buffer.scene import FIRST, Scene, extend, rollout
 
 GID = group_id("math", 0)
 
@@ -32,25 +39,6 @@ def test_rollouts_without_an_answer_and_truncated_ones_are_counted(scene: Scene)
     assert {each.name: (each.number, each.total) for each in shares_of(task)} == {
         "unparsed": (3, 6), "truncated": (6, 6), "filtered": (1, 3),
     }  # fmt: skip
-    scene.check()
-
-
-def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> None:
-    scene.enqueue(1)
-    stages = []
-    for _ in range(3):
-        (job,) = scene.claim()
-        stages.append(scene.run.jobs.release("w0", job, "failed", "the judge \ud800 fell over"))
-    assert stages == ["waiting", "waiting", "dead"]
-    assert scene.raw.zrange(scene.keys.dead, 0, -1) == [GID.encode()]
-    letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(GID)))
-    assert (letter["reason"], letter["worker"], letter["try"]) == (
-        "the judge \\ud800 fell over",
-        "w0",
-        3,
-    )
-    assert (scene.counters()["failed"], scene.counters()["dead"]) == ("3", "1")
-    assert scene.claim() == []
     scene.check()
 
 
@@ -117,3 +105,109 @@ def test_claim_serves_eval_before_resume_before_fresh(scene: Scene) -> None:
     scene.enqueue(1, task="quiz")
     assert [job.lane for job in scene.claim(3)] == ["eval", "resume", "fresh"]
     scene.check()
+
+
+LIMITS = RunLimits(
+    tasks={"sums": TaskLimits(), "code": TaskLimits(), "exam": TaskLimits(eval_of="sums")}
+)
+
+
+def test_a_worker_of_a_mixed_fleet_is_served_its_own_lines_only() -> None:
+    assert serving_order(
+        LIMITS, Serves(frozenset({"exam", "code"}), frozenset({"eval", "fresh"}))
+    ) == [("exam", "eval"), ("code", "fresh")]
+    assert set(serving_order(LIMITS, Serves(frozenset({"sums"})))) == {
+        ("sums", "resume"),
+        ("sums", "fresh"),
+    }
+    assert len(serving_order(LIMITS)) == 5
+
+
+Make = Callable[..., Scene]
+
+
+# fifo merges the first groups of each version: it must be the order of arrival, whatever the versions
+@given(
+    versions=st.lists(st.integers(0, 70), min_size=1, max_size=80),
+    count=st.integers(1, 80),
+    cut=st.integers(0, 30),
+)
+def test_fifo_is_the_order_of_arrival_among_64_versions(
+    versions: list[int], count: int, cut: int
+) -> None:
+    limits = RunLimits(tasks={"math": TaskLimits()}, order="fifo", stale_threshold=71)
+    store = Store("memory://order")
+    scene = Scene(store, store.client, "order", limits)
+    pool = scene.keys.pool("math", "completed")
+    for arrival, version in enumerate(versions):
+        gid = f"math-{arrival:010d}"
+        record = {"payload": "t", "chunks": 1, "size": 1, "crc": "0", "samples": 1}
+        scene.raw.hset(scene.keys.group(gid), mapping=record | {"version": version})
+        scene.raw.zadd(pool, {f"{arrival:010d}:{gid}": version})
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 70 + cut)  # the next step is 71 + cut
+    oldest = sorted({version for version in versions if version >= cut})[:64]
+    wanted = [n for n, version in enumerate(versions) if version in oldest][:count]
+    found = [int(entry.gid[-10:]) for entry in scene.run.buffer.peek(count, "math")]
+    scene.raw.flushall()
+    store.close()
+    assert found == wanted
+
+
+DONE = Status.COMPLETED
+
+
+def test_update_replaces_the_bytes_and_keeps_the_arrival(scene: Scene) -> None:
+    scene.open_trainer()
+    first, second = scene.ready(0, 0)
+    before = scene.record(first)
+    (group, _) = scene.run.buffer.get(2, "math")
+    for state in group.states:
+        state.reward = {"score": 0.25}
+    scene.run.buffer.update(first, group.states, replaces=before["payload"])
+    now = scene.record(first)
+    assert (now["arrival"], now["version"], now["reward"]) == (before["arrival"], "0", "0.5")
+    assert f"{first} {before['payload']} {before['chunks']}" in scene.garbage()
+    manifest = scene.take(1, math=2)
+    assert manifest.gids == [first, second]
+    assert scene.run.buffer.load(manifest)[0].scores.tolist() == [0.25, 0.25]
+    scene.check()
+
+
+def test_update_is_refused_where_the_group_is_not_as_it_was_seen(scene: Scene) -> None:
+    scene.open_trainer()
+    first, second = scene.ready(0, 0)
+    seen = scene.record(first)["payload"]
+    update, states = scene.run.buffer.update, [rollout(DONE, FIRST)]
+    update(first, states)
+    with pytest.raises(GroupHeld, match=r"has changed: .*read it again"):
+        update(first, states, replaces=seen)
+    scene.take(1, math=1)
+    scene.run.jobs.drop(second)
+    scene.enqueue(1)
+    waiting = "math-0000000002"
+    for gid, words in (
+        (first, "in no pool: it is taken"),
+        (second, "has ended: it is dropped"),
+        (waiting, "in no pool: it is waiting"),
+        ("math-0000000099", "never started"),
+    ):
+        before = scene.record(gid)
+        with pytest.raises(GroupHeld, match=words):
+            update(gid, states)
+        assert scene.record(gid) == before
+    with pytest.raises(WireError, match="is init"):
+        update(first, [rollout(Status.INIT, FIRST)])
+    scene.check()
+
+
+def test_update_whose_bytes_did_not_arrive_changes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gid,) = scene.ready(0)
+    before = scene.record(gid)
+    monkeypatch.setattr(
+        scene.run.payloads, "write", lambda *_: PayloadRef(gid, "t", 1, 99, "0" * 8)
+    )
+    with pytest.raises(PayloadMissing, match="0 of"):
+        scene.run.buffer.update(gid, [rollout(DONE, FIRST)])
+    assert scene.record(gid) == before

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
+from buffer.errors import ConfigError, GroupHeld, PayloadMissing, QueryError, WireError
 from buffer.groups.replay_buffer import PoolSizes
-from buffer.manifest import NotReady
+from buffer.ids import group_id
+from buffer.job import Job
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene
@@ -119,30 +120,6 @@ def test_get_leaves_out_what_has_left_and_raises_for_what_is_lost(scene: Scene) 
     assert gids(scene.run.buffer.read_many(refs)) == [second]
 
 
-def test_take_batch_gives_groups_by_task_or_says_what_is_missing(scene: Scene) -> None:
-    scene.open_trainer()
-    math = scene.ready(0, 0)
-    code = scene.ready(0, task="code")
-    answer = scene.run.take_batch(scene.trainer, 1, {"math": 2, "code": 2})
-    assert isinstance(answer, NotReady)
-    assert answer.missing == {"math": (2, 2), "code": (1, 2)}
-    taken = scene.run.take_batch(scene.trainer, 1, {"math": 1, "code": 2}, strict=False)
-    assert not isinstance(taken, NotReady)
-    assert {task: gids(groups) for task, groups in taken.items()} == {
-        "math": math[:1],
-        "code": code,
-    }
-    again = scene.run.take_batch(scene.trainer, 1, {"math": 1, "code": 2})
-    assert isinstance(again, dict)
-    assert gids(again["math"]) == math[:1]
-    with pytest.raises(LedgerError, match="last taken step is 1"):
-        scene.run.take_batch(scene.trainer, 3, {"math": 1})
-    second = scene.run.take_batch(scene.trainer, 2, {"math": 1, "code": 0})
-    assert isinstance(second, dict)
-    assert {task: gids(groups) for task, groups in second.items()} == {"math": math[1:], "code": []}
-    scene.check()
-
-
 def test_delete_ends_one_group_or_those_that_fit_a_question(make_scene: Make) -> None:
     scene = make_scene()
     scene.open_trainer()
@@ -161,3 +138,67 @@ def test_delete_ends_one_group_or_those_that_fit_a_question(make_scene: Make) ->
         delete({"colour": 1})
     assert scene.stream("fresh") != []
     scene.check()
+
+
+def test_enqueue_passes_over_draws_that_cannot_be_used(scene: Scene) -> None:
+    done = scene.enqueue(0, samples=[0, 2, 0, 2, 0, 2], target=2)
+    assert (done.count, done.cursor) == (2, 4)
+    assert [scene.bit("dropped", i) for i in range(6)] == [1, 0, 1, 0, 0, 0]
+    assert (scene.counters()["dropped"], scene.counters()["enqueued"]) == ("2", "4")
+    scene.check()
+
+
+def test_aborted_evaluations_wait_again_while_training_is_paused(scene: Scene) -> None:
+    scene.enqueue(1, task="quiz")
+    (job,) = scene.claim()
+    scene.run.jobs.release("w0", job, "aborted")
+    scene.pause(lanes="eval")
+    assert scene.run.jobs.reissue(scene.producer, "quiz", "aborted", None) == 1
+    assert [j.gid for j in scene.claim()] == [job.gid]
+    scene.check()
+
+
+def test_prompts_never_change_once_stored(scene: Scene) -> None:
+    gid = group_id("math", 0)
+    scene.run.payloads.write_prompts({gid: b"first"})
+    scene.run.payloads.write_prompts({gid: b"second"})
+    assert scene.raw.get(scene.keys.payload(gid, "init")) == b"first"
+    with pytest.raises(WireError, match="at most 1048000 can be stored"):
+        scene.run.payloads.write_prompts({gid: bytes(1_048_001)})
+
+
+def interrupt(scene: Scene) -> Job:
+    """Claim the one group that waits, and release it as a pause does."""
+    (job,) = scene.claim()
+    scene.run.jobs.release("w0", job, "aborted")
+    return job
+
+
+def test_a_group_interrupted_too_often_waits_with_the_expired_ones(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(tail_batch_max_tries=2)
+    scene.enqueue(1)
+    reissue = scene.run.jobs.reissue
+    assert interrupt(scene).aborts == 0
+    assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (1, 0)
+    reissue(scene.producer, "math", "aborted", 1000)
+    assert interrupt(scene).aborts == 1
+    assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (0, 1)
+    # it does not age there, counts towards the trigger, and says at its next claim how often it was
+    # interrupted
+    scene.run.buffer.refresh_staleness("math")
+    assert reissue(scene.producer, "math", "expired", 1000, at_least=2) == 0
+    assert reissue(scene.producer, "math", "expired", 1000, at_least=1) == 1
+    (job,) = scene.claim()
+    assert (job.aborts, job.tries) == (2, 1)
+    scene.submit(job)
+    assert scene.run.account.totals().clean
+    scene.check()
+
+
+def test_evaluations_know_no_tail_batch(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(tail_batch_max_tries=1)
+    scene.enqueue(1, task="quiz")
+    interrupt(scene)
+    assert len(scene.pool("aborted", "quiz")) == 1

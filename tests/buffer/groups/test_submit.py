@@ -1,5 +1,3 @@
-"""Groups that are submitted together: one round trip, and each for itself."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The bounds of a task: groups in flight, and failures in a row."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +38,6 @@ def test_begun_groups_wait_in_their_pool_when_too_many_are_in_flight(make_scene:
 
 
 def failures(scene: Scene, task: str = "math") -> tuple[int, bool]:
-    """The failures in a row, and whether the task is stopped."""
     counters = scene.run.progress(task)
     return int(counters.get("failures_in_row", 0)), scene.run.task_stops.of(task).is_stopped
 

@@ -42,7 +42,6 @@ class FolderMoves(ServerMoves, SettingsMoves):
         scene.nonces.clear()
 
     def export_and_import(self, task: str, limit: int) -> None:
-        """Ready groups come in again as others, as old as they are."""
         self.lift_marks()
         chosen = sorted(self.at("completed", task), key=lambda group: group.gid)[:limit]
         if not chosen:

@@ -20,17 +20,9 @@ THRESHOLD = 2
 MAX_TRIES = 2
 TAIL_TRIES = 2
 STAGES = (
-    "waiting",
-    "running",
-    "completed",
-    "aborted",
-    "expired",
-    "taken",
-    "archived",
-    "dead",
-    "filtered",
-    "dropped",
-)
+    "waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead",
+    "filtered", "dropped",
+)  # fmt: skip
 LEASE_MS = 1_000_000
 """None runs out by itself, however long a machine takes for a history."""
 TIMELESS = float("inf")
@@ -179,7 +171,6 @@ class Model:
         return min([made.version, *(step for _, step in later)])
 
     def pooled(self, stage: str, task: str) -> list[Group]:
-        """A pool in its order."""
         return sorted(self.at(stage, task), key=lambda g: (self.score(g), g.arrival))
 
     def fresh(self, task: str) -> list[Group]:

@@ -22,16 +22,8 @@ from tests.buffer.histories.worker_moves import WorkerMoves
 from tests.buffer.time_machine import Moment, put_back, remember
 
 STEPS = (
-    "forks",
-    "weights",
-    "taken",
-    "keep",
-    "committed",
-    "batches",
-    "leaving",
-    "masks",
-    "thresholds",
-)
+    "forks", "weights", "taken", "keep", "committed", "batches", "leaving", "masks", "thresholds",
+)  # fmt: skip
 LIMITS = ("threshold", "max_tries", "low", "high", "open_lanes", "modes", "acknowledged")
 LOST = ("groups", "tasks", "outside", *STEPS, *LIMITS)
 """What of the model is on the server."""

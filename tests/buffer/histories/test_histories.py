@@ -32,12 +32,9 @@ SHRINKS = bool(os.environ.get("MACHINE_SHRINK"))
 
 
 QUIET = {
-    "load_weights",
-    "remember",
-    "collect_garbage",
-    "server_forgets_its_scripts",
+    "load_weights", "remember", "collect_garbage", "server_forgets_its_scripts",
     "worker_dies_before_it_submits",
-}
+}  # fmt: skip
 """Moves that call no script."""
 
 MOVES = set[str]()
@@ -185,10 +182,7 @@ def test_random_histories_agree_with_the_model(server: Server) -> None:
             run.make(*move, replies_are_lost)
         run.check_everything()
         said.update(
-            {
-                *(f"move {name}" for name in +run.moved),
-                *(f"reply {name}" for name in store.replies),
-            }
+            {*(f"move {name}" for name in +run.moved), *(f"reply {name}" for name in store.replies)}
         )
         store.replies.clear()
 

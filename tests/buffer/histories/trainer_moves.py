@@ -137,7 +137,6 @@ class TrainerMoves(World):
             self.scene.run.fleet.unbar(worker)
 
     def refill(self, which: int) -> None:
-        """What is ready comes into the places that bad groups left, and stays there."""
         steps = [
             step
             for step, manifest in self.batches.items()

@@ -209,7 +209,6 @@ class WorkerMoves(World):
             group.lane = "resume"
 
     def keep_responses(self, worker: str, which: int) -> None:
-        """The responses of a dead letter, often of one that is no longer dead."""
         jobs = [job for job in self.jobs[worker] if job.token == self.groups[job.gid].released]
         if not jobs:
             return

@@ -132,7 +132,6 @@ def turns_that_the_server_lost_come_back(scene: Scene) -> None:
 
 
 def a_late_copy_of_kept_turns_changes_nothing(scene: Scene) -> None:
-    """The last call begins another payload, in fewer chunks."""
     scene.open_trainer(lineage="l0")
     scene.enqueue(1)
     (job,) = scene.claim()

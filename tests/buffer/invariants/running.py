@@ -294,7 +294,6 @@ def results_that_come_together_are_judged_each_by_itself(scene: Scene) -> None:
 
 
 def _chunks_belong_to_their_groups(scene: Scene, job: Job, group: RolloutGroup) -> None:
-    """A call whose chunks are not as many as its groups say changes nothing."""
     run, store = scene.run, scene.store
     submission = Submission(RunContext(store, run.keys, run.limits), run.payloads)
     (unit,) = submission.prepare([Result(job, group, 4)])

@@ -45,7 +45,6 @@ def store(raw: Any) -> Iterator[Store]:
 
 
 def tell(story: str, limits: Mapping[str, Any], store: Store, raw: Any) -> None:
-    """Let a story happen in a run of its own."""
     (found,) = {
         getattr(module, story)
         for module in (batches, byte_count, kept_turns, one_place, running)

@@ -19,7 +19,6 @@ WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
 
 @pytest.fixture
 def busy(make_scene: Callable[..., Scene]) -> Scene:
-    """Return a run with one group in every stage."""
     scene = make_scene(max_tries=1)
     scene.open_trainer()
     scene.enqueue(9, samples=[2] * 8 + [0])
@@ -51,16 +50,9 @@ def member(scene: Scene, gid: str) -> str:
 def test_account_names_every_place(busy: Scene) -> None:
     stages = [busy.run.account.stages("math", i) for i in range(9)]
     assert stages == [
-        ["waiting"],
-        ["running"],
-        ["pool"],
-        ["pool"],
-        ["taken"],
-        ["archived"],
-        ["filtered"],
-        ["dead"],
-        ["dropped"],
-    ]
+        ["waiting"], ["running"], ["pool"], ["pool"], ["taken"], ["archived"], ["filtered"],
+        ["dead"], ["dropped"],
+    ]  # fmt: skip
     task = busy.run.account.totals().tasks[0]
     once = {name: 1 for name in task.stages if name != "expired"}
     assert task.stages == once | {"expired": 0}

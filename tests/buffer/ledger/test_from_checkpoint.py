@@ -145,15 +145,8 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     moment = trainer.now()
     stages = [stage(scene, draw) for draw in range(8)]
     assert stages == [
-        ["pool"],
-        ["pool"],
-        ["waiting"],
-        ["dead"],
-        ["running"],
-        ["pool"],
-        ["running"],
-        ["waiting"],
-    ]
+        ["pool"], ["pool"], ["waiting"], ["dead"], ["running"], ["pool"], ["running"], ["waiting"],
+    ]  # fmt: skip
 
     trained = [job.gid for job in jobs] + gids(7, 9, 12)
     trainer.position.add(

@@ -5,7 +5,7 @@ What a group costs, that every byte is counted, and who waits for room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,7 @@ import pytest
 from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim
 from buffer.ids import group_id, new_nonce
-from buffer.ledger.record_check import RecordCheck
 from buffer.manifest import NotReady
-from buffer.redis.key_fields import Damage
 from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -68,40 +66,6 @@ def test_group_of_165_kb_costs_less_than_a_tenth_more_than_its_bytes(scene: Scen
 # -- the count ---------------------------------------------------------------------------
 
 
-def test_bytes_are_those_of_prompts_and_results_and_none_are_left_at_the_end(scene: Scene) -> None:
-    scene.open_trainer()
-    gid, other = scene.ready(0, 0)
-    prompts = len(prompt(gid)) * 2
-    results = scene.payload(gid).size + scene.payload(other).size
-    assert scene.run.memory.count() == (prompts + results, 0)
-    scene.take(1, math=2)
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    assert scene.run.memory.count() == (prompts + results, prompts + results)
-    scene.check()
-
-
-def test_fsck_of_the_bytes_holds_while_groups_move(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What moves between the two reads may be seen or not; neither is a fault."""
-    scene.open_trainer()
-    scene.ready(0, 0, 0)
-    damage = RecordCheck.damage
-    moves: list[Callable[[], object]] = [
-        lambda: scene.ready(0),
-        lambda: scene.take(1),
-        lambda: scene.run.ledger.commit(scene.trainer, 1, 1),
-    ]
-
-    def moving(check: RecordCheck, advance: Callable[[int, int], object]) -> Iterator[Damage]:
-        yield from damage(check, advance)
-        moves.pop(0)()
-
-    monkeypatch.setattr(RecordCheck, "damage", moving)
-    while moves:
-        scene.check()
-
-
 # -- the marks ---------------------------------------------------------------------------
 
 
@@ -138,22 +102,6 @@ def lanes(claim: Claim) -> list[str]:
 
 def claim_all(scene: Scene) -> Claim:
     return scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 9)
-
-
-def test_from_the_high_mark_on_nothing_is_started_but_results_are_taken(
-    bounded: Callable[[int, int], Scene],
-) -> None:
-    scene = bounded(0, 10_000)
-    (job,) = scene.claim()
-    high = scene.run.memory.count().held
-    limits = scene.run.limits.model_copy(update={"low_bytes": 1, "high_bytes": high})
-    scene.run = Run.create(scene.store, scene.name, scene.run.nonce, limits, FIRST, "/weights/0")
-    assert scene.run.memory.use().refuses_all
-    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 0
-    assert (claim_all(scene).jobs, claim_all(scene).refusal) == ([], "FULL")
-    scene.submit(job)
-    assert scene.run.memory.count().held > high
-    scene.check()
 
 
 def test_who_was_refused_is_rung_when_bytes_are_freed(bounded: Callable[[int, int], Scene]) -> None:

@@ -21,7 +21,6 @@ Harm = Callable[[Scene, str], object]
 
 @pytest.fixture
 def crowd(make_scene: Callable[..., Scene]) -> tuple[Scene, Mapping[str, list[str]]]:
-    """Return a healthy run, and the groups of each stage."""
     scene = make_scene(max_tries=1)
     scene.open_trainer()
     waiting, running, pool, taken, archived, filtered, dead = (

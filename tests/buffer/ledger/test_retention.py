@@ -15,7 +15,6 @@ from tests.buffer.scene import Scene
 
 
 def train(scene: Scene, steps: range) -> dict[int, Manifest]:
-    """Commit steps of two groups each, one by one."""
     batches = {}
     for step in steps:
         scene.ready(step, step, lineage="l1")
@@ -107,9 +106,7 @@ def test_forget_goes_in_slices_and_leaves_a_manifest(make_scene: Callable[..., S
     train(scene, range(1, 2))
     keys = scene.keys
     reply = scene.store.call(
-        "forget",
-        keys.slots(),
-        {"retain": 0, "wait": 0, "exported": 0, "limit": 1},
+        "forget", keys.slots(), {"retain": 0, "wait": 0, "exported": 0, "limit": 1}
     )
     assert reply == ["OK", "0", "1", "0"]
     half = scene.run.ledger.manifest(1)

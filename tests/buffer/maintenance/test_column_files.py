@@ -42,7 +42,6 @@ def filed(scene: Scene) -> set[str]:
 
 
 def sweep(scene: Scene) -> int:
-    """All folders, by a janitor of its own."""
     janitor = Run(scene.store, scene.name, scene.run.nonce, scene.run.limits).janitor
     swept = [janitor.sweep()]
     while swept[-1].has_more:

@@ -1,5 +1,3 @@
-"""A run that lost anything is cleared and made again from its checkpoint: it ends with a clean account."""
-
 from __future__ import annotations
 
 import random
@@ -33,7 +31,6 @@ def story(make_scene: Callable[..., Scene]) -> Story:
 
 
 def regenerate(story: Story, step: int = 3, **options: Any) -> Run:
-    """What the commands do with --regenerate, from the checkpoint of a step."""
     scene = story.scene
     position = story.trainer.checkpoints.get(step, Position()).model_copy(deep=True)
     limits = scene.run.limits

@@ -1,5 +1,3 @@
-"""Finds groups on a real server: indexes give the same groups as a read of every record."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +38,6 @@ def everywhere(scene: Scene) -> None:
 
 
 def every_record(scene: Scene) -> dict[str, GroupRecord]:
-    """Return all records, by a walk through the key space."""
     moment = Moment(scene.run.ledger.steps()[0], scene.now_ms())
     found = {}
     for key in scene.raw.scan_iter(scene.keys.groups + "*", count=1000):

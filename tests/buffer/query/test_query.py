@@ -1,5 +1,3 @@
-"""The query language: its meaning, and queries that are refused before any data is read."""
-
 from __future__ import annotations
 
 from typing import Any

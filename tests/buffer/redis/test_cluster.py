@@ -47,7 +47,6 @@ def store(cluster: Cluster) -> Iterator[Store]:
 
 
 def live(scene: Scene, step: int) -> None:
-    """Take and commit a group, from its prompt on."""
     scene.ready(step - 1, lineage="l1")
     scene.take(step)
     scene.run.ledger.commit(scene.trainer, step, step)
@@ -123,7 +122,6 @@ def test_a_run_goes_on_while_its_slot_moves(
 def move_slot(
     cluster: Cluster, source: Node, target: Node, slot: int, met: Callable[[], bool]
 ) -> None:
-    """Move a slot key by key, as redis-cli --cluster reshard does, until a client has met it."""
     target.ask("CLUSTER SETSLOT", slot, "IMPORTING", cluster.id_of(source))
     source.ask("CLUSTER SETSLOT", slot, "MIGRATING", cluster.id_of(target))
     while keys := source.ask("CLUSTER GETKEYSINSLOT", slot, 3):

@@ -1,5 +1,3 @@
-"""A group that was read stays what was stored, whatever is read and dropped beside it."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""What a large read costs a trainer in memory, and that nobody else writes to it."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -47,12 +47,7 @@ def test_no_script_changes_anything_when_it_runs_again(
     tmp_path: Path,
 ) -> None:
     limits = RunLimits(
-        **{
-            **LIMITS.model_dump(),
-            "max_tries": 2,
-            "on_straggler": on_straggler,
-            "order": order,
-        }
+        **{**LIMITS.model_dump(), "max_tries": 2, "on_straggler": on_straggler, "order": order}
     )
     scene = Scene(echo, redis_client, run_name, limits)
     tell_a_whole_story(scene, tmp_path)

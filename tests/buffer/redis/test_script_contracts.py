@@ -24,17 +24,11 @@ from tests.servers import start_server
 def hostile(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostileStore]:
-    """Yield a store after a whole story."""
     folder: Path = tmp_path_factory.mktemp("hostile")
     with start_server(request.param, folder / "server") as server, server.connect() as raw:
         store = HostileStore(server.url, raw, "hostile")
         limits = RunLimits(
-            **{
-                **LIMITS.model_dump(),
-                "max_tries": 2,
-                "on_straggler": "retry",
-                "order": "fifo",
-            }
+            **{**LIMITS.model_dump(), "max_tries": 2, "on_straggler": "retry", "order": "fifo"}
         )
         scene = Scene(store, raw, "hostile", limits)
         tell_a_whole_story(scene, folder)

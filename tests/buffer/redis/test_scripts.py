@@ -14,15 +14,12 @@ from buffer.errors import ScriptError
 from buffer.redis.key_table import TABLE
 from buffer.redis.keys import SLOTS, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
-from buffer.redis.scripts import (
-    Arg,
-    Script,
-    assemble,
-    library,
-    shared_functions,
-    sources,
-    words_of,
-)
+from buffer.redis.scripts import Arg, Script, assemble, library, shared_functions, sources
+from buffer.redis.server.check import check_all
+from buffer.redis.store import Store
+from buffer.run.open import can_wait_for_disk
+from tests.buffer.busy_run import busy_run, moves
+from tests.servers import raw_client
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))
@@ -42,7 +39,6 @@ def slots(name: str, array: str) -> list[Slot]:
 
 
 def table() -> dict[str, str]:
-    """Key name to type, from the table in buffer/redis/keys.py."""
     apart = ("dead:<gid>", "weights:<lineage>:<version>")  # beside a key of the same name
     return {
         re.sub(r"<.*", "", key).rstrip(":") + (":" if key in apart else ""): row.type
@@ -51,7 +47,6 @@ def table() -> dict[str, str]:
 
 
 def calls_of(code: str, function: str) -> Iterator[list[str]]:
-    """Yield the arguments of each call of a function."""
     for match in re.finditer(re.escape(function) + r"\(", code):
         depth, start, found = 1, match.end(), []
         for place in range(start, len(code)):
@@ -113,16 +108,6 @@ def test_script_has_the_functions_that_it_names_and_no_other() -> None:
         assert [each for each in declared if len(re.findall(rf"\b{each}\b", code)) < 2] == [], name
 
 
-def test_every_shared_function_is_one_paragraph_and_has_a_user() -> None:
-    used = {word for text in [*BODIES.values(), *SHARED.values()] for word in words_of(text)}
-    assert {*SHARED} - used <= {*_CHECKS_OF_ARGUMENTS}
-    for topic in SOURCES.keys() - BODIES.keys():
-        heading, *paragraphs = SOURCES[topic].strip("\n").split("\n\n")
-        assert heading.startswith(f"-- {topic.removeprefix('shared/')}: ")
-        assert [each for each in paragraphs if each not in SHARED.values()] == []
-
-
-_CHECKS_OF_ARGUMENTS = {"is_count", "is_ages", "is_lanes", "is_number", "missing_run"}
 """The checks of headers name them."""
 
 
@@ -143,19 +128,13 @@ def test_function_that_two_files_declare_is_refused() -> None:
 
 
 FACTS: dict[str, str | int] = {
-    "task": "t",
-    "lane": "fresh",
-    "status": "completed",
-    "worker": "w",
-    "gid": "t-0000000001",
-    "lineage": "l0",
-    "version": 1,
-}
+    "task": "t", "lane": "fresh", "status": "completed", "worker": "w", "gid": "t-0000000001",
+    "lineage": "l0", "version": 1,
+}  # fmt: skip
 LISTS = {"payloads": "payload", "prompts": "payload"}
 
 
 def kind_of_key(slot: str) -> str:
-    """Return the row of the key table for the key of a slot."""
     if slot in LISTS:
         return LISTS[slot]
     key = Keys("demo").slots(**FACTS, step=1)[slot].removeprefix("rmq:{demo}:")
@@ -202,21 +181,12 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
 
 
 def reads_of_payloads(source: str) -> set[str]:
-    """Commands of a script that read a payload, or read without a bound."""
     # what one worker holds is bounded by its capacity
     commands = set(re.findall(r"call\('(\w+)'(?!, leased\))", re.sub(r"--.*", "", source)))
     return commands & {
-        "GET",
-        "MGET",
-        "GETRANGE",
-        "GETDEL",
-        "KEYS",
-        "SCAN",
-        "HGETALL",
-        "HVALS",
-        "SMEMBERS",
+        "GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS",
         "HSCAN",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -295,18 +265,11 @@ def test_header_is_read_with_types_and_bounds() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "-- KEYS a",
-        "-- KEYS a  BITMAP",
-        "-- KEYS a, b  HASH, HASH",
-        "-- KEYS a, b  HASH x1..2",
-        "-- KEYS[1] a  HASH",
-        "-- ARGV a, b  name",
-        "-- ARGV a",
-        "-- ARGV a  groups at most",
-        "-- ARGV a  name x1..",
-        "-- ARGV a  name x1..2\n-- ARGV b  name",
+        "-- KEYS a", "-- KEYS a  BITMAP", "-- KEYS a, b  HASH, HASH", "-- KEYS a, b  HASH x1..2",
+        "-- KEYS[1] a  HASH", "-- ARGV a, b  name", "-- ARGV a", "-- ARGV a  groups at most",
+        "-- ARGV a  name x1..", "-- ARGV a  name x1..2\n-- ARGV b  name",
     ],
-)
+)  # fmt: skip
 def test_header_line_without_a_contract_is_refused(line: str) -> None:
     with pytest.raises(ScriptError, match=r"header|nothing follows a tail"):
         ScriptHeader.parse(f"#!lua\n{line}")
@@ -327,3 +290,22 @@ def test_every_named_type_is_known_and_used() -> None:
     }
     assert defined == set(JUDGED)
     assert {*JUDGED, *NAMED} <= used
+
+
+NEEDED = ("EVALSHA", "SCRIPT", "INFO", "CLIENT")
+
+
+def use(url: str) -> None:
+    """What processes of a run do: first contact, and nearly every script."""
+    store = Store(url, deadline_s=5.0)
+    try:
+        store.retrying("first contact", lambda: store.servers.is_cluster)
+        store.retrying("first contact", lambda: can_wait_for_disk(store))
+        store.retrying("first contact", lambda: check_all(store.servers))
+        with raw_client(url) as client:
+            scene = busy_run(store, client, "demo")
+            for move in moves(scene).values():
+                move()
+            scene.run.account.fsck()
+    finally:
+        store.close()

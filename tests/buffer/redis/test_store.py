@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import redis
 
 from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
 from buffer.ids import new_nonce
-from buffer.redis.retry import is_transient
+from buffer.redis.retry import Backoff, LogOnce, OutageClock, OutageLog, is_transient
 from buffer.redis.scripts import ScriptCall, library
 from buffer.redis.store import Store
 from buffer.redis.url import open_client
@@ -47,12 +48,8 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
     disturbed(lambda: scene.run.control.renew_role("producer", scene.producer, closing=True))
     scene.check()
     expected = {
-        "enqueued": "2",
-        "consumed": "1",
-        "archived": "1",
-        "produced_samples": "2",
-        "arrivals": "2",
-    }
+        "enqueued": "2", "consumed": "1", "archived": "1", "produced_samples": "2", "arrivals": "2",
+    }  # fmt: skip
     assert {name: scene.counters()[name] for name in expected} == expected
 
 
@@ -246,19 +243,14 @@ def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name:
 @pytest.mark.parametrize(
     ("error", "transient"),
     [
-        (redis.ConnectionError("gone"), True),
-        (redis.TimeoutError("slow"), True),
-        (redis.BusyLoadingError("loading"), True),
-        (redis.OutOfMemoryError("full"), True),
-        (redis.ReadOnlyError("replica"), True),
-        (redis.ResponseError("MISCONF disk"), True),
-        (redis.ResponseError("BUSY script"), True),
-        (redis.AuthenticationError("no"), False),
+        (redis.ConnectionError("gone"), True), (redis.TimeoutError("slow"), True),
+        (redis.BusyLoadingError("loading"), True), (redis.OutOfMemoryError("full"), True),
+        (redis.ReadOnlyError("replica"), True), (redis.ResponseError("MISCONF disk"), True),
+        (redis.ResponseError("BUSY script"), True), (redis.AuthenticationError("no"), False),
         (redis.exceptions.NoPermissionError("no"), False),
-        (redis.ResponseError("ERR unknown"), False),
-        (redis.DataError("bug"), False),
+        (redis.ResponseError("ERR unknown"), False), (redis.DataError("bug"), False),
     ],
-)
+)  # fmt: skip
 def test_only_transient_errors_are_retried(error: Exception, transient: bool) -> None:
     assert is_transient(error) is transient
 
@@ -287,3 +279,49 @@ def test_key_of_a_wrong_type_is_damage_and_fsck_names_it(scene: Scene) -> None:
     assert scene.dump() == before
     faults = scene.run.account.fsck().faults
     assert f"{scene.keys.leases} is a list, and not a zset" in faults
+
+
+@pytest.mark.parametrize("jitter", [0.5, 1.0])
+def test_jitter_is_the_random_share_of_a_pause(jitter: float) -> None:
+    pauses = [Backoff(1.0, 4.0, jitter).pause_s(1) for _ in range(500)]
+    assert 2.0 * (1.0 - jitter) <= min(pauses) < max(pauses) <= 2.0
+    assert max(pauses) - min(pauses) > jitter
+
+
+def test_reason_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    state = LogOnce(logging.getLogger("test"), "claiming nothing")
+    for reason in ("", "paused", "paused", "full", "", "", "full"):
+        state.report(reason)
+    assert caplog.messages == [f"claiming nothing: {word}" for word in ("paused", "full", "full")]
+
+
+def test_outages_are_logged_once_each_and_end_by_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outages = OutageLog()
+    for operation in ("claim", "submit"):
+        outages.failed(operation, "refused", is_full=False)
+    assert caplog.messages == ["server unreachable or full: refused, during claim; waiting for it"]
+    outages.worked("heartbeat")
+    outages.failed("enqueue", "full", is_full=True)
+    # a full server answers most calls: only the refused operation shows that it accepts work again
+    outages.worked("heartbeat")
+    assert caplog.messages[1:] == [
+        "server back",
+        "server unreachable or full: full, during enqueue; waiting for it",
+    ]
+    outages.worked("enqueue")
+    outages.worked("enqueue")
+    assert caplog.messages[3:] == ["server back"]
+
+
+def test_outage_restarts_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("buffer.redis.retry.time.monotonic", lambda: now)
+    clock = OutageClock()
+    now = 102.0
+    assert (clock.poll(), clock.had_outage) == (2.0, False)
+    now = 110.0
+    assert (clock.poll(), clock.had_outage) == (0.0, True)
+    now = 111.0
+    assert (clock.poll(), clock.had_outage) == (1.0, True)

@@ -1,5 +1,3 @@
-"""A run continues with an edited config: what is taken over, what is refused, what stays."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

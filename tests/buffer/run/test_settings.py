@@ -31,12 +31,12 @@ def test_a_change_is_heard_by_every_part_of_another_handle(scene: Scene) -> None
     assert other.refresh_limits()
     assert not other.refresh_limits()
     assert other.limits.stale_threshold == 5
-    assert other.limits.of("code").over_sample_threshold == 0.5
-    assert other.limits.of("math").over_sample_threshold == 0
+    assert other.limits.setting("code", "over_sample_threshold") == 0.5
+    assert other.limits.setting("math", "over_sample_threshold") == 0
     scene.run.set(wanted("over_sample_threshold=2", "tasks.code.tail_batch_trigger_size=1"))
     other.refresh_limits()
-    assert other.limits.of("code").over_sample_threshold == 0.5
-    assert other.limits.of("math").over_sample_threshold == 2
+    assert other.limits.setting("code", "over_sample_threshold") == 0.5
+    assert other.limits.setting("math", "over_sample_threshold") == 2
     assert Run.open(scene.store, scene.name).limits == scene.run.limits == other.limits
     assert [e for e in scene.raw.xrevrange(scene.keys.events) if e[1][b"event"] == b"set"]
 

@@ -34,33 +34,7 @@ from tests.thoroughness import examples
 
 pytestmark = on_both
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[policy]
-model = "{folder}/model"
-max_staleness = {max_staleness}
-max_ahead = {max_ahead}
-[lease]
-max_tries = {max_tries}
-[plan]
-steps = {steps}
-[memory]
-budget_bytes = {budget}
-low_water = {low_bytes}
-[worker]
-concurrency = {concurrency}
-[tasks.math]
-judge = "exact_match"
-weight = {weight}
-dataset = {{ kind = "jsonl", path = "{folder}/math.jsonl" }}
-[tasks.math.strategy]
-{max_in_flight}
-[tasks.code]
-judge = "exact_match"
-dataset = {{ kind = "jsonl", path = "{folder}/code.jsonl" }}
-"""
+CONFIG = Path(__file__).with_name("settings_survive.toml").read_text(encoding="utf-8")
 
 MATH_WEIGHT, IN_FLIGHT = "tasks.math.weight", "tasks.math.max_in_flight"
 VALUES: dict[str, list[Any]] = {

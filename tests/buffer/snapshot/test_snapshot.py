@@ -67,7 +67,6 @@ def busy(make_scene: Callable[..., Scene]) -> Scene:
 
 
 def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
-    """The run of a snapshot under another name, seen by another scene."""
     other = object.__new__(Scene)
     other.run = Run.restore(scene.store, folder, name=f"{scene.name}-again", **options)
     other.store = scene.store

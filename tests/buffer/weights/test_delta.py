@@ -1,5 +1,3 @@
-"""Versions as changes: the result is the whole version, byte for byte, or nothing."""
-
 from __future__ import annotations
 
 import shutil
@@ -38,7 +36,6 @@ class Publisher:
         self.contents: list[NDArray[np.uint16]] = []
 
     def publish(self, number: int | None = None) -> PublishedWeights:
-        """Publish the next version, or an earlier one again, with other contents."""
         places = self._draw.choice(WORDS, WORDS // 50, replace=False)
         self.words[places] += self._draw.choice(np.array([1, 2, 65_535], np.uint16), len(places))
         self.words[-1] += 1  # of the block that is not full

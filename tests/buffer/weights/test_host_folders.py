@@ -1,5 +1,3 @@
-"""Processes of a host share folders: one fills, whoever dies, and the last one deletes."""
-
 from __future__ import annotations
 
 import fcntl

@@ -1,5 +1,3 @@
-"""A model is known by its weights, however they are cut into files."""
-
 from __future__ import annotations
 
 from io import BytesIO
@@ -71,18 +69,8 @@ PARTS = [
     b"",
 ]
 OTHERS = [
-    b"",
-    b"null",
-    b"-1",
-    b"9" * 30,
-    b"[]",
-    b"{}",
-    b'"',
-    b"1.5",
-    b"1e400",
-    b"\xff" * 8,
-    b"\0" * 8,
-]
+    b"", b"null", b"-1", b"9" * 30, b"[]", b"{}", b'"', b"1.5", b"1e400", b"\xff" * 8, b"\0" * 8,
+]  # fmt: skip
 
 
 @given(

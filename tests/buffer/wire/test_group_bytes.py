@@ -465,7 +465,6 @@ INFINITE = [-0.5, float("-inf"), -2.0]
 
 
 def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
-    """The document with another column."""
     columns = unpack(raw["columns"], memoryview(raw["data"]))
     columns[name] = np.array(values, layout_of(name).dtype)
     directory, pieces, _ = pack(columns)
@@ -598,14 +597,10 @@ def test_inconsistent_columns_are_refused_by_name(name: str, values: Any, said: 
         ("teacher_top_ids/large", [[1, -3]] * 3, "negative"),
         ("teacher_top_logprobs/large", [[np.nan, np.nan]] * 3, "no rollout has"),
         ("teacher_top_logprobs/large", [[-1, np.nan]] * 3, "NaN for some of a value"),
-        (
-            "teacher_top_logprobs/large",
-            [[-1, -2], [np.nan] * 2, [-1, -2]],
-            "no value for some tokens",
-        ),
+        ("teacher_top_logprobs/large", [[-1, -2], [np.nan] * 2, [-1, -2]], "no value for some tokens"),
         ("teacher_top_logprobs/large", [[-1, -np.inf]] * 3, "infinite"),
     ],
-)
+)  # fmt: skip
 def test_inconsistent_optional_columns_are_refused(name: str, values: Any, said: str) -> None:
     raw = msgpack.unpackb(group_bytes.encode(full()))
     with pytest.raises(WireError, match=said):

@@ -1,5 +1,3 @@
-"""Rollouts and their table share nothing that can be changed, nor do rollouts with each other."""
-
 from __future__ import annotations
 
 import copy
@@ -99,14 +97,12 @@ def test_rollouts_and_their_table_share_nothing_that_can_be_changed(is_received:
     ]
 
 
-def test_rollouts_of_a_group_have_the_mask_and_the_status_that_were_set_last() -> None:
+def test_rollouts_of_a_group_have_the_mask_that_was_set_last() -> None:
     group = RolloutGroup("math-0000000001", "math", [rollout(index) for index in range(2)])
     assert [state.response_mask.tolist() for state in group.states] == [[1, 0, 1]] * 2  # type: ignore[union-attr]
     group.mask = np.array([0, 0, 1, 1, 0, 0], "u1")
-    group.set_status(Status.ABORTED)
     masks = [state.response_mask.tolist() for state in group.states]  # type: ignore[union-attr]
     assert masks == [[0, 0, 1], [1, 0, 0]]
-    assert {state.status for state in group.states} == {Status.ABORTED}
 
 
 @dataclass(frozen=True)

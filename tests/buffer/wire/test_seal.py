@@ -1,5 +1,3 @@
-"""Every change of a received group is found: of a byte, a column, a text, or which parts it has."""
-
 from __future__ import annotations
 
 import copy
@@ -21,7 +19,7 @@ from buffer.wire.columns import COLUMNS as ROWS
 from buffer.wire.document import CORE, Head, Shared, encode_value
 from buffer.wire.framing import compress
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import Status, VersionSpan
+from buffer.wire.rollout import VersionSpan
 from buffer.wire.sampling_mask import SamplingMask
 from tests.buffer.wire.test_group_bytes import full
 from tests.memory_fault import overwrite
@@ -161,16 +159,13 @@ def test_other_parts_than_the_received_ones_are_found(change: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_a_mask_and_a_status_may_be_assigned_and_are_sealed_then(kind: str) -> None:
+def test_a_mask_may_be_assigned_and_is_sealed_then(kind: str) -> None:
     group = received(kind)
     for _ in range(2):
         group.mask = 1 - group.mask
-        group.set_status(Status.ABORTED)
         group.check_unchanged()
-        assert group.states[0].status is Status.ABORTED
-    for name in ("mask", "statuses"):
-        with pytest.raises(ValueError, match="read-only"):
-            group.columns[name][0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        group.columns["mask"][0] = 1
     overwrite(group.columns["mask"])
     with pytest.raises(GroupChanged, match=r": mask changed"):
         group.check_unchanged()

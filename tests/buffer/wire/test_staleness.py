@@ -1,5 +1,3 @@
-"""Staleness arithmetic and token masks (design section 9; examples of the reference)."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Accuracy counts full scores only; several sources are measured separately."""
-
 from __future__ import annotations
 
 from itertools import combinations

@@ -1,6 +1,6 @@
-"""The metrics of a step: the reference's throughput example, windows of progress, group times."""
-
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,3 +89,20 @@ def test_new_contexts_of_agents_are_added_up_by_task_and_reason(written: object)
     metrics = BatchColumns.of(groups, np.zeros(3, "<f4")).metrics()
     counted = {name: value for name, value in metrics.items() if name.startswith("new_contexts/")}
     assert counted == {"new_contexts/math/turn": 3, "new_contexts/math/branch": 1}
+
+
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import logging
+from rolloutmq.process_log import log_json
+from consumer.grpo.reporting.metric_writers import ProgressBar
+from consumer.grpo.reporting.metric_writers import ProgressBar
+log_json("trainer", "demo")
+bar = ProgressBar(2, 5)
+for step in (3, 4, 5):
+    bar.write(step, {"rewards/mean": step / 10})
+    if step == 4:
+        logging.getLogger("rolloutmq.trainer").warning("between two steps")
+bar.close()
+"""

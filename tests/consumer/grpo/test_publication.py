@@ -1,5 +1,3 @@
-"""Weights are published beside the next steps: in order, all of them, and never half."""
-
 from __future__ import annotations
 
 import threading
@@ -85,10 +83,7 @@ def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_lef
 def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_them(
     run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {
-        "policy": {"delta_base_every": 3},
-        "learner": {"learning_rate": 1e-6, "bf16": True},
-    }
+    changes = {"policy": {"delta_base_every": 3}, "learner": {"learning_rate": 1e-6, "bf16": True}}
     config = Config.model_validate(config.model_dump() | changes)
     written = wrap_write(monkeypatch, lambda _: None)
     with at_work(run, math=DRAWS):
@@ -104,10 +99,7 @@ def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_t
 
 
 def test_on_policy_steps_wait_for_their_weights(
-    make_run: Callable[..., Run],
-    config: Config,
-    model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_run: Callable[..., Run], config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(stale_threshold=1)
     taken: list[tuple[int, int]] = []

@@ -1,5 +1,3 @@
-"""The sample log after any history of trainers that die, full disks, and files that are deleted."""
-
 from __future__ import annotations
 
 import random
@@ -39,7 +37,6 @@ def sample(step: int, life: int, size: int = 10) -> dict[str, Any]:
 
 
 def as_logged(run_dir: Path, last: int) -> dict[int, int]:
-    """Return which life each step of the log is of."""
     log = SampleLog(run_dir)
     return {step: found[0]["life"] for step in range(1, last + 1) if (found := log.read(step))}
 

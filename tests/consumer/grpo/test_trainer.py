@@ -1,5 +1,3 @@
-"""The trainer dies between any two lines, and ends with the weights of one that never died."""
-
 from __future__ import annotations
 
 import shutil
@@ -58,7 +56,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Config:
-    """Its parameter is [learner.lora]."""
     lora = getattr(request, "param", None)
     return training_config(
         run.name,
@@ -96,7 +93,6 @@ def last_state(config: Config) -> dict[str, torch.Tensor]:
 
 
 def published(run: Run) -> list[str]:
-    """Return the versions of all published weights, in order."""
     rows = [fields for _, fields in run.store.client.xrange(run.keys.events)]
     return [
         row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"
@@ -115,7 +111,6 @@ def undisturbed(ends: dict[bool, dict[str, Any]], config: Config) -> dict[str, A
 
 
 def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
-    """Check the account, and that history and weights equal those of the undisturbed run."""
     log = history(config)
     state = last_state(config)
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
@@ -157,26 +152,15 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
 
 
 CRASHES: list[tuple[type, str, int]] = [
-    (RolloutConsumer, "open", 1),
-    (FolderSender, "write", 1),
-    (RolloutConsumer, "evaluate", 1),
-    (RolloutConsumer, "take_batch", 1),
-    (TrainController, "train", 4),
-    (FolderSender, "write", 4),
-    (RolloutConsumer, "pause", 4),
-    (RolloutConsumer, "publish_weights", 4),
-    (RolloutConsumer, "continue_", 4),
-    (StepWriter, "add_step", 4),
-    (CheckpointFolder, "begin", 1),
-    (CheckpointFolder, "complete", 1),
-    (CheckpointFolder, "begin", 2),
-    (CheckpointFolder, "complete", 2),
-    (CheckpointFolder, "prune", 3),
-    (RolloutConsumer, "commit", 2),
-    (RolloutConsumer, "evaluate", 2),
-    (StepWriter, "add_evaluation", 2),
-    (RolloutConsumer, "finish", 1),
-]
+    (RolloutConsumer, "open", 1), (FolderSender, "write", 1), (RolloutConsumer, "evaluate", 1),
+    (RolloutConsumer, "take_batch", 1), (TrainController, "train", 4), (FolderSender, "write", 4),
+    (RolloutConsumer, "pause", 4), (RolloutConsumer, "publish_weights", 4),
+    (RolloutConsumer, "continue_", 4), (StepWriter, "add_step", 4), (CheckpointFolder, "begin", 1),
+    (CheckpointFolder, "complete", 1), (CheckpointFolder, "begin", 2),
+    (CheckpointFolder, "complete", 2), (CheckpointFolder, "prune", 3),
+    (RolloutConsumer, "commit", 2), (RolloutConsumer, "evaluate", 2),
+    (StepWriter, "add_evaluation", 2), (RolloutConsumer, "finish", 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -552,10 +536,7 @@ def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
 
 
 def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
-    make_run: Callable[..., Run],
-    config: Config,
-    model_dir: Path,
-    caplog: pytest.LogCaptureFixture,
+    make_run: Callable[..., Run], config: Config, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(low_bytes=5000, high_bytes=9000, steps=STEPS, batch_size=GROUPS)
     trainer = config.trainer.model_copy(

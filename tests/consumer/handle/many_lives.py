@@ -70,30 +70,19 @@ PACKAGES = Path(consumer.__file__).parents[1]
 FILES = {
     str(PACKAGES / name)
     for name in (
-        "consumer/grpo/trainer.py",
-        "consumer/grpo/trainer_rank.py",
-        "consumer/grpo/model_state/saved_state.py",
-        "consumer/handle/sharded_consumer.py",
-        "consumer/handle/ranks.py",
-        "consumer/handle/reader.py",
-        "consumer/handle/checkpoint.py",
-        "consumer/handle/step_log.py",
-        "consumer/grpo/models/model_folder.py",
-        "consumer/handle/rollout_consumer.py",
-        "consumer/handle/taker.py",
-        "consumer/handle/publication.py",
-        "consumer/grpo/model_state/weights_folder.py",
-        "consumer/grpo/model_state/weights_folder.py",
-        "buffer/weights/checksums.py",
-        "buffer/weights/new_folder.py",
-        "buffer/weights/shared_folder.py",
-        "buffer/weights/redis_chunks.py",
-        "buffer/ledger/ledger.py",
-        "buffer/ledger/trainer_opening.py",
-        "buffer/ledger/from_checkpoint.py",
+        "consumer/grpo/trainer.py", "consumer/grpo/trainer_rank.py",
+        "consumer/grpo/model_state/saved_state.py", "consumer/handle/sharded_consumer.py",
+        "consumer/handle/ranks.py", "consumer/handle/reader.py", "consumer/handle/checkpoint.py",
+        "consumer/handle/step_log.py", "consumer/grpo/models/model_folder.py",
+        "consumer/handle/rollout_consumer.py", "consumer/handle/taker.py",
+        "consumer/handle/publication.py", "consumer/grpo/model_state/weights_folder.py",
+        "consumer/grpo/model_state/weights_folder.py", "buffer/weights/checksums.py",
+        "buffer/weights/new_folder.py", "buffer/weights/shared_folder.py",
+        "buffer/weights/redis_chunks.py", "buffer/ledger/ledger.py",
+        "buffer/ledger/trainer_opening.py", "buffer/ledger/from_checkpoint.py",
         "buffer/ledger/position.py",
     )
-}
+}  # fmt: skip
 
 
 class Lives:
@@ -138,15 +127,10 @@ class Lives:
             fault = self.lose() if code == -signal.SIGKILL else "nothing"
             say(
                 {
-                    "life": number,
-                    "ranks": size,
-                    "victim": victim,
-                    "died": self.place(),
-                    "code": code,
-                    "lost": fault,
-                    "left": self.checkpoints.steps(),
+                    "life": number, "ranks": size, "victim": victim, "died": self.place(),
+                    "code": code, "lost": fault, "left": self.checkpoints.steps(),
                 }
-            )
+            )  # fmt: skip
             if code not in (0, REFUSED, -signal.SIGKILL):
                 raise SystemExit(f"life {number} ended with {code}")
 

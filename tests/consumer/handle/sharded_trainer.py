@@ -43,7 +43,6 @@ def note(batch: Batch, folder: Path, rank: int) -> None:
 
 
 def train(order: dict[str, Any], life: int, rank: int) -> None:
-    """One life of one rank."""
     steps = order["lives"][life]
     base = Path(order["folder"])
     folder = base / str(life)

@@ -1,5 +1,3 @@
-"""The trainer's handle against real servers: blocking, fencing, restarts, pauses, evaluations."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -211,15 +209,11 @@ def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_i
 
 
 OPERATIONS: dict[str, Callable[[RolloutConsumer], Any]] = {
-    "take": lambda c: c.take_batch(1, {"math": 1}),
-    "commit": lambda c: c.commit(0, keep=0),
-    "pause": lambda c: c.pause("keep"),
-    "continue": lambda c: c.continue_(),
-    "publish": publish_first,
-    "evaluate": lambda c: c.evaluate("quiz", 1),
-    "finish": lambda c: c.finish(),
-    "check": lambda c: c.check_role(),
-}
+    "take": lambda c: c.take_batch(1, {"math": 1}), "commit": lambda c: c.commit(0, keep=0),
+    "pause": lambda c: c.pause("keep"), "continue": lambda c: c.continue_(),
+    "publish": publish_first, "evaluate": lambda c: c.evaluate("quiz", 1),
+    "finish": lambda c: c.finish(), "check": lambda c: c.check_role(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -69,7 +69,6 @@ class Link:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[tuple[str, int]]:
-    """Return host and port of the server."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
@@ -79,7 +78,6 @@ def s3() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def url(s3: tuple[str, int], run_name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of a run in a bucket of its own, which the environment makes readable."""
     endpoint = f"http://{s3[0]}:{s3[1]}"
     bucket = run_name.lower().replace("_", "-").strip("-")
     urlopen(Request(f"{endpoint}/{bucket}", method="PUT")).close()

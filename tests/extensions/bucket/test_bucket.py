@@ -1,12 +1,10 @@
-"""Weights through a real S3 server: whole versions or none, whoever is killed, and whatever is changed."""
-
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from buffer.wire.rollout import PolicyVersion
 from rolloutmq.extensions.bucket import Bucket
 from tests.extensions.bucket.conftest import Link
 from tests.extensions.bucket.versions import CONFIG_BYTES, FILE, LINEAGE, is_whole, save
+from tests.pipeline.site import Site
 from tests.pipeline.yard import Yard
 
 ONE, TWO, THREE = (PolicyVersion(LINEAGE, version) for version in (1, 2, 3))
@@ -55,7 +54,6 @@ def started(link: Link, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def let(process: subprocess.Popen[str]) -> None:
-    """Let a process do its next thing."""
     assert process.stdin
     process.stdin.write("\n")
     process.stdin.flush()
@@ -290,3 +288,30 @@ def test_each_run_has_a_place_of_its_own() -> None:
     section = WeightsSection(url="s3://bucket/all/")
     assert section.url_of(RunSection(name="one")) == "s3://bucket/all/one"
     assert WeightsSection().url_of(RunSection(name="one")) is None
+
+
+STEPS = 6
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_with_weights_of_a_bucket_also_after_its_trainer_was_killed(
+    make_site: Callable[..., Site], url: str
+) -> None:
+    site = make_site(steps=STEPS, held=0)
+    text = site.config.read_text(encoding="utf-8")
+    site.config.write_text(f'[weights]\nurl = "{url}"\n{text}', encoding="utf-8")
+    run = site.start("run")
+    site.reach(2)
+    site.until_held()
+    site.let(2)
+    run.child("train").kill()
+    site.until_held()
+    site.let_go()
+    assert run.wait() == 0, run.said() + site.words()
+    site.check()
+    assert not (site.run_dir / "weights").exists()
+    bucket = Bucket(f"{url}/{site.name}")
+    assert all(bucket.find(name) for name in bucket.names())
+    assert 1 <= len(bucket.names()) <= 3
+    words = site.words()
+    assert "secret-of-the-test" not in words

@@ -1,5 +1,3 @@
-"""The tiny model's files are what transformers expects, and the warm start teaches it something."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -37,23 +35,8 @@ def test_tokenizer_makes_one_token_per_digit_and_per_phrase(model_dir: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer.encode(QUESTION, add_special_tokens=False)
     assert [tokenizer.decode(i) for i in ids] == [
-        SPEC.phrases[0],
-        "4",
-        " + ",
-        "1",
-        "7",
-        " - ",
-        "2",
-        " =",
-    ]
-
-
-def test_chat_template_ends_with_the_assistants_turn(model_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    again = [*messages, {"role": "user", "content": "3"}]
-    text = tokenizer.apply_chat_template(again, tokenize=False, add_generation_prompt=True)
-    assert text == "<|user|>1 + 1<|assistant|>2<|end|><|user|>3<|assistant|>"
+        SPEC.phrases[0], "4", " + ", "1", "7", " - ", "2", " =",
+    ]  # fmt: skip
 
 
 def test_tokenizer_marks_a_character_that_it_does_not_know(model_dir: Path) -> None:

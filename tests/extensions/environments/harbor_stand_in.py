@@ -127,7 +127,6 @@ FILES = {
 
 
 def install(folder: Path) -> None:
-    """Write the package into a folder."""
     for name, code in FILES.items():
         file = folder / "harbor" / name
         file.parent.mkdir(parents=True, exist_ok=True)

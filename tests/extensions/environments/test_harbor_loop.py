@@ -1,5 +1,3 @@
-"""Our side of Harbor's trials: processes, rewards, failures, ends. Its own side: test_harbor_trials.py."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,7 +26,6 @@ OPTIONS: dict[str, Any] = {"harbor_python": sys.executable, "trial": TRIAL}
 
 @pytest.fixture(autouse=True)
 def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the stand-in, and return the folder of its environments."""
     install(tmp_path / "packages")
     folder = tmp_path / "environments"
     temporary = tmp_path / "temporary"
@@ -46,7 +43,6 @@ def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
 
 
 def group_of(folder: Path, *plays: dict[str, Any], **params: Any) -> list[RolloutState]:
-    """Return a group whose rollouts have tasks of their own."""
     states = questions(*("do it" for _ in plays), **{"max_tokens": 1000, **params})
     for state, play in zip(states, plays, strict=True):
         state.extra = {"task_path": str(write_task(folder / f"task-{state.index}", play))}
@@ -208,12 +204,9 @@ def test_a_trial_ends_in_order_when_its_worker_dies(
 ) -> None:
     task = write_task(tmp_path / "task", {"turns": 0, "hangs": True})
     config = {
-        "task": {"path": str(task)},
-        "trial_name": "rmq-x",
-        "trials_dir": str(tmp_path / "trials"),
-        "agent": {},
-        "environment": {},
-    }
+        "task": {"path": str(task)}, "trial_name": "rmq-x", "trials_dir": str(tmp_path / "trials"),
+        "agent": {}, "environment": {},
+    }  # fmt: skip
     request = {"config": config, "keep": False, "cleanup_s": 20.0}
     command = ["-c", HOST] if end == "worker is killed" else ["-P", str(PROGRAM)]
     with subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE) as process:

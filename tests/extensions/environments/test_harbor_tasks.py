@@ -1,5 +1,3 @@
-"""Folders of Harbor's tasks as data sets; no Harbor is needed to read them."""
-
 from __future__ import annotations
 
 from pathlib import Path

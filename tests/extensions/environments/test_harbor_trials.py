@@ -36,7 +36,6 @@ echo '{"reward": '$reward', "size": 2}' > /logs/verifier/reward.json
 
 @pytest.fixture
 def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder in which each environment is a folder while it runs."""
     monkeypatch.setenv("FOLDER_ENVIRONMENTS", str(tmp_path / "environments"))
     (tmp_path / "environments").mkdir()
     return tmp_path / "environments"
@@ -148,7 +147,6 @@ def test_no_environment_is_left(chat: Any, tmp_path: Path, environments: Path, e
 
 
 def trial_processes() -> list[int]:
-    """Return the pids of this process's children that run a trial."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
         int(pid)

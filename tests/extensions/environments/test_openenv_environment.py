@@ -1,5 +1,3 @@
-"""An environment of OpenEnv, with the package itself and the example's server."""
-
 from __future__ import annotations
 
 import asyncio

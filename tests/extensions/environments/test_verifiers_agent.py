@@ -1,5 +1,3 @@
-"""Environments of verifiers 0.4 as agents of the gateway, by a stand-in for its package."""
-
 from __future__ import annotations
 
 import asyncio

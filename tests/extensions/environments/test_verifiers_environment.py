@@ -13,9 +13,8 @@ from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
-from producer_workers.datasets.contained_dataset import open_here
 from producer_workers.datasets.dataset import Problem
-from producer_workers.datasets.open import open_dataset
+from producer_workers.datasets.open import open_dataset, open_here
 from tests.producer_workers.recorder import Recorder, run
 
 SUMS = "sums-of-verifiers"

@@ -41,7 +41,6 @@ EVERYTHING = (
 
 @pytest.fixture
 def gullible(tokenizer: Any) -> Any:
-    """Return a tokenizer with a template that writes all that it is given."""
     made = copy.deepcopy(tokenizer)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", PLANT]})
     made.chat_template = EVERYTHING
@@ -51,7 +50,6 @@ def gullible(tokenizer: Any) -> Any:
 
 
 def planted(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each place of a value, and the value with a control token there."""
     match value:
         case str():
             yield place, f"{value}{PLANT}\n"
@@ -126,27 +124,14 @@ CODEX = {
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": {"b": ["x"]}}'},
         {"type": "function_call_output", "call_id": "c1", "output": "t"},
         {"type": "custom_tool_call", "call_id": "c2", "name": "g", "input": "i"},
-        {
-            "type": "custom_tool_call_output",
-            "call_id": "c2",
-            "output": [{"type": "input_text", "text": "o"}],
-        },
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "o"}]},
     ],
     "tools": [
         {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
-        {
-            "type": "custom",
-            "name": "g",
-            "description": "d",
-            "format": {"type": "grammar", "definition": "e"},
-        },
-        {
-            "type": "namespace",
-            "name": "n",
-            "tools": [{"type": "function", "name": "h", "parameters": {}}],
-        },
+        {"type": "custom", "name": "g", "description": "d", "format": {"type": "grammar", "definition": "e"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h", "parameters": {}}]},
     ],
-}
+}  # fmt: skip
 REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "chat/completions": (
         {"messages": HISTORY, "tools": [FUNCTION]},
@@ -166,28 +151,20 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "messages": (
         CLAUDE,
         [
-            ".system[0].text",
-            ".messages[1].content[0].thinking",
-            ".messages[1].content[2].input.a.b (key)",
-            ".messages[1].content[2].input.a.b[0]",
-            ".messages[2].content[0].content[0].text",
-            ".tools[0].description",
+            ".system[0].text", ".messages[1].content[0].thinking",
+            ".messages[1].content[2].input.a.b (key)", ".messages[1].content[2].input.a.b[0]",
+            ".messages[2].content[0].content[0].text", ".tools[0].description",
             ".tools[0].input_schema.$defs.z (key)",
         ],
     ),
     "responses": (
         CODEX,
         [
-            ".instructions",
-            ".input[1].role",
-            ".input[3].arguments",
-            ".input[5].input",
-            ".tools[0].parameters.required[0]",
-            ".tools[1].format.definition",
-            ".tools[2].name",
+            ".instructions", ".input[1].role", ".input[3].arguments", ".input[5].input",
+            ".tools[0].parameters.required[0]", ".tools[1].format.definition", ".tools[2].name",
         ],
     ),
-}
+}  # fmt: skip
 
 
 def arguments_planted(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -273,12 +250,8 @@ def test_no_place_of_what_an_environment_answers_makes_a_control_token(gullible:
         if "plant" in gullible.decode(state.response_ids):
             reached.add(place)
     assert {
-        "[0].role",
-        "[0].mood.deep (key)",
-        "[1].content",
-        "[1].name",
-        "[2].content[1].text",
-    } <= reached
+        "[0].role", "[0].mood.deep (key)", "[1].content", "[1].name", "[2].content[1].text",
+    } <= reached  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -286,14 +259,11 @@ def test_no_place_of_what_an_environment_answers_makes_a_control_token(gullible:
     [
         {"role": "plant", "content": "x"},
         {"role": "user", "content": [{"text": "<|pl"}, {"text": "ant|>"}]},
-        {
-            "role": "user",
-            "content": [{"text": "<"}, {"image": 1}, {"text": "|plant|"}, {"text": ">"}],
-        },
+        {"role": "user", "content": [{"text": "<"}, {"image": 1}, {"text": "|plant|"}, {"text": ">"}]},
         {"role": "user", "content": ["<|", "plant", "|>"]},
         {"role": "user", "content": f"<|pl{PLANT}ant|>{PLANT}{PLANT}"},
     ],
-)
+)  # fmt: skip
 def test_no_control_token_is_put_together_from_parts(gullible: Any, message: Any) -> None:
     gullible.chat_template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}"

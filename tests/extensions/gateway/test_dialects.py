@@ -1,5 +1,3 @@
-"""Test every dialect by its vendor's own client: what the agent gets, and what is recorded of it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,7 +41,6 @@ Change = Callable[[list[Any]], list[Any]]
 def conversation(
     chat: Any, agent: Any, lines: list[str] | None = None, train: str = "task"
 ) -> tuple[Recorder, list[RolloutState]]:
-    """Run an agent against a model with a script, and check the record token by token."""
     engine = Recorder(chat, lines or LINES)
     loop = loop_of(chat, agent=agent, train=train)
     states = run(loop, engine, questions("2 + 3?", max_tokens=10_000))
@@ -159,7 +156,6 @@ def written_anew(value: Any) -> Any:
 
 
 def one_by_one(messages: list[Any]) -> list[Any]:
-    """Send each block of the user in a message of its own."""
     made = []
     for message in as_dicts(messages):
         blocks = message["content"]
@@ -195,15 +191,10 @@ def one_by_one(messages: list[Any]) -> list[Any]:
         one_by_one,
     ],
     ids=[
-        "as it was",
-        "without thoughts",
-        "arguments anew",
-        "trimmed",
-        "cached",
-        "other ids",
+        "as it was", "without thoughts", "arguments anew", "trimmed", "cached", "other ids",
         "one by one",
     ],
-)
+)  # fmt: skip
 def test_what_anthropics_client_sends_back_continues_the_tokens_that_were_sampled(
     chat: Any, change: Change
 ) -> None:
@@ -282,22 +273,15 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
 
     _, states = conversation(chat, solve, [f"line {n}" for n in range(10)], "all")
     assert contexts(states) == {
-        "system": 1,
-        "history": 1,
-        "turn": 1,
-        "tools": 1,
-        "again": 1,
-        "branch": 1,
-        "conversation": 2,
-        "other_system": 3,
-    }
+        "system": 1, "history": 1, "turn": 1, "tools": 1, "again": 1, "branch": 1,
+        "conversation": 2, "other_system": 3,
+    }  # fmt: skip
     assert len(states) == 1 + 8
 
 
 def test_a_template_that_drops_thoughts_makes_new_contexts_that_are_counted(chat: Any) -> None:
     chat.chat_template = chat.chat_template.replace(
-        "{{ m.content }}",
-        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}",
+        "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
     )
 
     async def solve(task: AgentTask) -> None:
@@ -344,30 +328,14 @@ def test_sub_agents_at_once_continue_their_own_conversations(chat: Any) -> None:
             "BadRequestError",
             "only text",
         ),
-        (
-            {"tools": [{"type": "web_search_20260101", "name": "web_search"}]},
-            "BadRequestError",
-            "runs at Anthropic",
-        ),
-        (
-            {"tool_choice": {"type": "tool", "name": "sub"}, "tools": TOOLS},
-            "BadRequestError",
-            "not among tools",
-        ),
-        (
-            {"tool_choice": {"type": "any"}, "tools": TOOLS},
-            "BadRequestError",
-            "cannot produce structured",
-        ),
+        ({"tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "BadRequestError", "runs at Anthropic"),
+        ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": TOOLS}, "BadRequestError", "not among tools"),
+        ({"tool_choice": {"type": "any"}, "tools": TOOLS}, "BadRequestError", "cannot produce structured"),
         ({"extra_body": {"mcp_servers": [{}]}}, "BadRequestError", "mcp_servers"),
-        (
-            {"messages": [{"role": "user", "content": "go " * 99}]},
-            "BadRequestError",
-            "prompt is too long",
-        ),
+        ({"messages": [{"role": "user", "content": "go " * 99}]}, "BadRequestError", "prompt is too long"),
         ({"api_key": "rmq-other"}, "AuthenticationError", "belongs to no session"),
     ],
-)
+)  # fmt: skip
 def test_what_anthropics_client_may_not_ask_raises_its_own_errors(
     chat: Any, body: Any, error: str, said: str
 ) -> None:
@@ -390,13 +358,10 @@ def test_what_anthropics_client_may_not_ask_raises_its_own_errors(
 
 FUNCTIONS: list[Any] = [
     {
-        "type": "function",
-        "name": "add",
-        "description": "adds",
-        "parameters": SCHEMA,
+        "type": "function", "name": "add", "description": "adds", "parameters": SCHEMA,
         "strict": False,
     }
-]
+]  # fmt: skip
 
 
 def outputs_of(items: Any) -> list[Any]:
@@ -553,8 +518,6 @@ ODD = {"a": 2512292042121000001123, "b": {"code": "x = 1\n\ty\n"}}
 def test_an_agent_gets_numbers_and_texts_of_a_call_as_they_are_and_may_send_them_back(
     chat: Any, dialect: str
 ) -> None:
-    """Also where its history is read again, in a new context."""
-
     async def of_chat(task: AgentTask) -> Any:
         messages: list[Any] = [*task.messages]
         said = (await ask(task, messages, tools=[TOOL])).message
@@ -848,7 +811,6 @@ class SlowRecorder(Recorder):
 
 
 async def stream_of(vendor: str, task: AgentTask) -> str:
-    """Return what a client of a vendor reads from a stream."""
     if vendor == "anthropic":
         asked: Any = {**CLAUDE, "messages": task.messages}
         async with (

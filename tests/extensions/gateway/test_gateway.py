@@ -1,5 +1,3 @@
-"""Test that the gateway records agents of the OpenAI API token by token, by its own client."""
-
 from __future__ import annotations
 
 import asyncio
@@ -348,10 +346,7 @@ def test_a_session_that_begins_again_is_counted_in_the_record_of_its_group(chat:
     engine.cut = set()
     states = run(loop_of(chat, looks, partial_rollout=True), engine, states)
     assert {state.status for state in states} == {Status.COMPLETED}
-    assert states[0].extra == {
-        "sessions_restarted": 2,
-        "new_contexts": {"conversation": 2},
-    }
+    assert states[0].extra == {"sessions_restarted": 2, "new_contexts": {"conversation": 2}}
     assert seen == [{}, {}]
 
 

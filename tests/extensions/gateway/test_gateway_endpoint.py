@@ -122,11 +122,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": [{"role": "poet", "content": "x"}]}, "no such role: poet"),
         (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, "only text"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
-            "only text",
-        ),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "only text"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls is a list"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "has an id"),
         (CHAT, {"messages": [{"role": "user", "content": 5}] * 1000}, "only text"),
@@ -138,17 +134,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice: "),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions: offer tools"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs: only"),
-        (
-            CHAT,
-            {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}},
-            "of the task",
-        ),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}}, "of the task"),
         (CHAT, {"messages": USER, "response_format": {"type": "grammar"}}, "response_format: "),
-        (
-            CHAT,
-            {"messages": USER, "response_format": {"type": "json_schema"}},
-            "json_schema with its schema",
-        ),
+        (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "json_schema with its schema"),
         (
             CHAT,
             {"messages": USER, "response_format": {"type": "json_object"}},
@@ -161,7 +149,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (TEXT, {"prompt": "a", "echo": True}, "echo: "),
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix: "),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
     chat: Any, path: str, body: Any, said: str
 ) -> None:
@@ -181,26 +169,14 @@ def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
 @pytest.mark.parametrize(
     ("path", "headers", "body", "status", "said"),
     [
-        (
-            CHAT,
-            {"Authorization": "Bearer rmq-guessed"},
-            {"messages": USER},
-            401,
-            "belongs to no session",
-        ),
+        (CHAT, {"Authorization": "Bearer rmq-guessed"}, {"messages": USER}, 401, "belongs to no session"),
         (CHAT, {"Authorization": "\udcff\udcfe"}, {"messages": USER}, 401, "belongs to no session"),
         (CHAT, {"Authorization": ""}, b"{", 401, "belongs to no session"),
         (CHAT, {"Content-Encoding": "gzip"}, b"no gzip", 400, "content-encoding"),
-        (
-            CHAT,
-            {},
-            {"messages": [{"role": "user", "content": "x" * 4096}]},
-            413,
-            "2048 bytes at most",
-        ),
+        (CHAT, {}, {"messages": [{"role": "user", "content": "x" * 4096}]}, 413, "2048 bytes at most"),
         ("embeddings", {}, {"input": "x"}, 404, "there are POST /v1/chat/completions"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_every_kind_are_said_as_openai_says_them(
     chat: Any,
     path: str,
@@ -322,7 +298,6 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
 
 
 def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open contexts up to the limit."""
     monkeypatch.setattr(session, "MOST_SEGMENTS", 3)
 
     async def scene(desk: Desk) -> None:
@@ -389,7 +364,6 @@ PLANS = st.tuples(
 def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever(
     total: int, plans: list[Plan]
 ) -> None:
-    """Run plans of requests in any order."""
     running: dict[int, int] = {}
     sampled = 0
 

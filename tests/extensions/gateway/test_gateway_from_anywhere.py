@@ -1,5 +1,3 @@
-"""Test the gateway with agents on other machines: its address, TLS, limits and hostile clients."""
-
 from __future__ import annotations
 
 import asyncio
@@ -76,7 +74,6 @@ def address(gateway: Gateway) -> tuple[str, int]:
 
 
 async def post(url: str, key: str, body: Any = CHAT, **more: Any) -> tuple[int, Any, Any]:
-    """Return status, JSON and headers."""
     headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}
     sent = {"json": body} if isinstance(body, dict) else {"data": body}
     async with (
@@ -439,10 +436,7 @@ dataset = { kind = "jsonl", path = "x.jsonl" }
         ('public_url = "http://a"', "{port}"),
         ('public_url = "http://a"\nport = 8300\nports = 2', "{port}"),
         ('public_url = "http://{host}:{port}"', "{hostname}"),
-        (
-            'public_url = "http://a:{port}"\ntls_cert = "a.pem"\ntls_key = "b.pem"',
-            "https",
-        ),
+        ('public_url = "http://a:{port}"\ntls_cert = "a.pem"\ntls_key = "b.pem"', "https"),
         ("port = 8300", "ports"),
         ("port = 65535\nports = 2", "65535"),
         ("port = -1", "port"),

@@ -1,5 +1,3 @@
-"""Test that the gateway neither drops a part of an agent's history nor sends it elsewhere."""
-
 from __future__ import annotations
 
 import asyncio
@@ -167,11 +165,7 @@ class Eavesdropper:
 @pytest.mark.parametrize("no_proxy", [{}, {"no_proxy": "a.test"}, {"NO_PROXY": "b.test"}])
 @pytest.mark.parametrize("kind", ["function", "program"])
 def test_requests_to_the_gateway_never_reach_a_proxy(
-    chat: Any,
-    kind: str,
-    no_proxy: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    chat: Any, kind: str, no_proxy: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM, encoding="utf-8")
     proxy = Eavesdropper()

@@ -1,5 +1,3 @@
-"""Test agents that give the model several roles: each has its own tokens, reward and seeds."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""No value in any place of a request is a fault of the gateway: it is answered, or refused."""
-
 from __future__ import annotations
 
 import json

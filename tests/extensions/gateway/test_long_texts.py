@@ -1,5 +1,3 @@
-"""Test that one long text costs neither the worker nor its other agents more than a refusal."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Test that whatever clients do, the record is what the engine read and sampled."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Test which requests of a session belong to the conversation with its task's prompt."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -8,13 +8,11 @@ from agents import Agent, Runner, function_tool  # type: ignore[import-not-found
 
 @function_tool  # type: ignore[untyped-decorator]
 def read(path: str) -> str:
-    """Return the text of a file."""
     return Path(path).read_text(encoding="utf-8")
 
 
 @function_tool  # type: ignore[untyped-decorator]
 def write(path: str, text: str) -> str:
-    """Write a file."""
     Path(path).write_text(text, encoding="utf-8")
     return "written"
 

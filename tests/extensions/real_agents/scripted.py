@@ -306,11 +306,7 @@ AGENTS = {
         Agent(
             "claude_summary",
             "claude",
-            [
-                *[call("Bash", command="cat long.txt", description="it")] * 3,
-                SUMMARY,
-                WORD,
-            ],
+            [*[call("Bash", command="cat long.txt", description="it")] * 3, SUMMARY, WORD],
             {"branch": 1, "conversation": 1},
             files={"work/long.txt": LONG_FILE},
             page="claude",

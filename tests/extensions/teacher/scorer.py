@@ -56,12 +56,9 @@ def config_of(
     model: Path, teachers: dict[str, Any], judging: dict[str, Any] | None = None
 ) -> Config:
     task = {
-        "judge": "exact_match",
-        "judging": judging or {},
-        "teachers": teachers,
-        "dataset": {"kind": "jsonl", "path": "none.jsonl"},
-        "sample": {"max_tokens": 16},
-    }
+        "judge": "exact_match", "judging": judging or {}, "teachers": teachers,
+        "dataset": {"kind": "jsonl", "path": "none.jsonl"}, "sample": {"max_tokens": 16},
+    }  # fmt: skip
     tree = {
         "run": {"name": "taught"},
         "policy": {"model": str(model)},

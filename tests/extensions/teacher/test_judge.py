@@ -1,5 +1,3 @@
-"""The judge of teachers in a worker of this process: what it adds, and what its failures cost."""
-
 from __future__ import annotations
 
 import asyncio

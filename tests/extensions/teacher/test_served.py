@@ -1,5 +1,3 @@
-"""A teacher on a server: it is waited for, asked again, and compared with the student."""
-
 from __future__ import annotations
 
 import asyncio

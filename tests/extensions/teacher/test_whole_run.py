@@ -26,25 +26,11 @@ from tests.pipeline.site import Site
 from tests.waits import until
 
 STEPS = 4
-TEACHERS = """
-[retention]
-policy = "last"
-batches = 10
-[learner.distillation]
-coef = 0.5
-top_k_loss = "forward"
-[tasks.sums.teachers.big]
-model = "{big}"
-top_k = 3
-engine = {{ kind = "transformers", device = "cpu" }}
-[tasks.sums.teachers.ref]
-engine = {{ kind = "transformers", device = "cpu" }}
-"""
+TEACHERS = Path(__file__).with_name("whole_run.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
-    """Return another model with the same tokenizer."""
     (tmp_path / "big").mkdir()
     return build_model(tmp_path / "big", seed=5)
 

@@ -1,5 +1,3 @@
-"""The trace of a group, put together from the spans of real processes."""
-
 from __future__ import annotations
 
 import threading

@@ -96,7 +96,6 @@ class NoEngines:
 
 
 def finish(sample: Any, version: int = 1) -> Any:
-    """Return the sample with a response that its number decides."""
     draw = random.Random(sample.index)
     length = draw.randint(1, 5)
     sample.tokens = [7, 8, sample.group_index, *draw.choices(range(100), k=length)]

@@ -1,5 +1,3 @@
-"""Objects of another trainer, without the trainer."""
-
 from __future__ import annotations
 
 from enum import Enum

@@ -92,12 +92,8 @@ def test_a_killed_trainer_trains_every_group_once(
     limits = RunLimits(steps=STEPS, batch_size=GROUPS, tasks=tasks, stale_threshold=2)
     run = Run.create(store, run_name, "0" * 32, limits)
     command = [
-        sys.executable,
-        "-m",
-        "tests.extensions.trainers.skyrl_process",
-        server.url,
-        run_name,
-    ]
+        sys.executable, "-m", "tests.extensions.trainers.skyrl_process", server.url, run_name,
+    ]  # fmt: skip
     command += [str(tmp_path), str(STEPS)]
     with at_work(run, math=STEPS * GROUPS):
         first = subprocess.Popen(command, cwd=ROOT)

@@ -60,12 +60,8 @@ def service(model: Path) -> Iterator[None]:
     """Start the service in a process of its own, and let this one's clients use it."""
     port = model.parent / "port"
     command = [
-        sys.executable,
-        "-m",
-        "tests.extensions.trainers.tinker_server",
-        str(model),
-        str(port),
-    ]
+        sys.executable, "-m", "tests.extensions.trainers.tinker_server", str(model), str(port),
+    ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT)
     with pytest.MonkeyPatch.context() as patch:
         try:
@@ -86,7 +82,6 @@ ENGINE = PythonConfig(
 
 
 async def group_of(engine: Any, **params: Any) -> RolloutGroup:
-    """Return two sampled rollouts of a prompt, the longer one rewarded."""
     states = []
     for index, tokens in enumerate((12, 5)):
         made = await engine.generate(
@@ -100,7 +95,6 @@ async def group_of(engine: Any, **params: Any) -> RolloutGroup:
 
 
 def logprobs_of(model: Path, response: Any) -> Any:
-    """Return the model's natural logprobs of a response."""
     ids = torch.tensor(np.concatenate([PROMPT, response])[None].astype("<i8"))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model)(input_ids=ids).logits[0, :-1]
@@ -178,32 +172,7 @@ def many_low(*, state, **given):
     return float((state.response_ids < 50).mean())
 """
 
-CONFIG = """
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[policy]
-model = "{model}"
-max_staleness = 1
-pause_mode = "keep"
-[plan]
-steps = 6
-batch_size = 3
-[tasks.math]
-judge = "my_judge:many_low"
-prompt_repeat_k = 4
-sample = {{ max_tokens = 8 }}
-dataset = {{ kind = "jsonl", path = "{folder}/problems.jsonl" }}
-[trainer]
-loop = "examples.trainers.tinker_trainer:train"
-checkpoint_every_steps = 2
-[learner]
-learning_rate = 1e-2
-[engine]
-kind = "python"
-factory = "examples.trainers.tinker_engine:TinkerEngine"
-options = {{ base_model = "tiny" }}
-"""
+CONFIG = Path(__file__).with_name("tinker.toml").read_text(encoding="utf-8")
 
 
 def trainer_of(process: psutil.Process) -> psutil.Process | None:

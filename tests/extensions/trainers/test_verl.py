@@ -1,5 +1,3 @@
-"""verl's fully-async queue on a run: its samples, its interface, and its job, killed and resumed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -57,7 +55,6 @@ def server(server_of: Callable[[str], Server]) -> Server:
 
 @pytest.fixture
 def client(server: Server, run_name: str, tmp_path: Path) -> Iterator[MessageQueueClient]:
-    """A client of a run in which a step has one sample, as in verl's queue."""
     config = job_config(server.url, run_name, tmp_path, batch=1)
     made = MessageQueueClient(MessageQueue.remote(config, 3))
     yield made
@@ -245,17 +242,9 @@ def test_a_config_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 KILLS = [
-    ("generate", 3),
-    ("put", 2),
-    ("update", 2),
-    ("save", 4),
-    ("saved", 8),
-    ("generate", 2),
-    ("put", 2),
-    ("update", 14),
-    ("take", 14),
-    ("save", 20),
-]
+    ("generate", 3), ("put", 2), ("update", 2), ("save", 4), ("saved", 8), ("generate", 2),
+    ("put", 2), ("update", 14), ("take", 14), ("save", 20),
+]  # fmt: skip
 """Where the jobs are killed, one after the other, and at which sample."""
 
 

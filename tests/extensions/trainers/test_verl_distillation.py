@@ -1,5 +1,3 @@
-"""Compare distillation with verl's own losses on the same batch: values and gradients."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -247,7 +247,6 @@ class Prompts(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def run_job(config: Any, kill: tuple[str, int] | None) -> None:
-    """Run a job to its end, or until it kills itself."""
     ray.get = ray_get
     rollouter_module.create_rl_dataset = lambda *_, **__: Prompts()
     queue = MessageQueue.remote(config, 8)

@@ -203,7 +203,6 @@ def check_that_a_replaced_trainer_adds_nothing(url: str) -> None:
 
 
 def run_own_tests(url: str, report: Path) -> None:
-    """Run XTuner's tests of its buffer against ours."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     module = load(SOURCES / "tests" / "rl" / "test_replay_buffer.py")
     ours = [

@@ -1,5 +1,3 @@
-"""What TensorBoard and Weights & Biases hold after a trainer was killed and started again."""
-
 from __future__ import annotations
 
 import sys
@@ -78,12 +76,9 @@ def test_tensorboard_holds_the_steps_of_the_weights_that_exist(
                 seen.append((event.step, value.tag, text or round(value.simple_value, 3)))
     scalars = [entry for entry in seen if isinstance(entry[2], float)]
     assert scalars == [
-        (1, "rewards/mean", 1.1),
-        (2, "rewards/mean", 2.1),
-        (3, "rewards/mean", 3.3),
-        (4, "rewards/mean", 4.3),
-        (2, "eval/quiz/accuracy", 0.5),
-    ]
+        (1, "rewards/mean", 1.1), (2, "rewards/mean", 2.1), (3, "rewards/mean", 3.3),
+        (4, "rewards/mean", 4.3), (2, "eval/quiz/accuracy", 0.5),
+    ]  # fmt: skip
     texts = {(step, tag): text for step, tag, text in seen if isinstance(text, str)}
     assert {step for step, tag in texts if tag.startswith("samples/best")} == {1, 3}
     (sample,) = [text for (step, tag), text in texts.items() if "samples" in tag and step == 3]

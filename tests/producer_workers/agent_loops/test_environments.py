@@ -1,5 +1,3 @@
-"""Test tools and environments of others: an MCP server, a sandboxed interpreter."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Test several turns with tools: token-exact, within one budget, resumable at any token."""
-
 from __future__ import annotations
 
 import asyncio
@@ -132,7 +130,6 @@ def rollout(**params: Any) -> RolloutState:
 
 @pytest.fixture
 def chat(tokenizer: Any) -> Any:
-    """Return the tokenizer, with a template that knows tools."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
     return tokenizer
@@ -166,18 +163,12 @@ def test_what_is_trained_is_what_was_sampled_and_nothing_of_the_tools(chat: Any)
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (
-            '{"name": "add", "arguments": {"a": "x", "b": 1}}',
-            "error: the arguments of add do not fit: a:",
-        ),
-        (
-            '{"name": "divide", "arguments": {}}',
-            "error: there is no tool 'divide'; known: add, slow",
-        ),
+        ('{"name": "add", "arguments": {"a": "x", "b": 1}}', "error: the arguments of add do not fit: a:"),
+        ('{"name": "divide", "arguments": {}}', "error: there is no tool 'divide'; known: add, slow"),
         ('{"name": "slow", "arguments": {"seconds": 60}}', "error: slow took longer than 0.05 s"),
         ("nonsense", "error: this call cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_wrong_in_a_tool_is_told_to_the_model(chat: Any, call: str, told: str) -> None:
     engine = TalkingEngine(chat, [f"<tool_call>{call}</tool_call>", "5"])
     (state,) = run(loop_of(chat, call_timeout_s=0.05), engine, [rollout()])

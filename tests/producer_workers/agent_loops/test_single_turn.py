@@ -1,5 +1,3 @@
-"""The single-turn agent loop, against an engine that says its next letter from the place it is at."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Tokenizers of model folders are those of AutoTokenizer; a general one is read without torch."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Calls as models write them; what cannot be read is a call without arguments, never an exception."""
-
 from __future__ import annotations
 
 import json
@@ -98,14 +96,9 @@ def test_what_is_only_thought_of_is_not_called() -> None:
 
 
 MARKS = [
-    "</think>",
-    "[/THINK]",
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
+    "</think>", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>",
     *'{}"\\;',
-]
+]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=6).map("".join)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXTS,

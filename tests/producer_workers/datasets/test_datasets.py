@@ -1,5 +1,3 @@
-"""Test tables, torch data sets and streams: a draw is the same prompt after every restart."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -25,10 +23,8 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.contained_dataset import open_here
-from producer_workers.datasets.open import open_dataset
-from producer_workers.datasets.records import RecordsDataset, load_to_problem
-from producer_workers.datasets.stream import StreamDataset
+from producer_workers.datasets.open import open_dataset, open_here
+from producer_workers.datasets.records import RecordsDataset, StreamDataset, load_to_problem
 from producer_workers.producer.sampler import Sampler
 from tests.producer_workers.datasets import forms
 from tests.producer_workers.datasets.forms import to_problem

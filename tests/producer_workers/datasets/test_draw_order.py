@@ -1,5 +1,3 @@
-"""The order of draws: every row once an epoch, and nothing to save but the draw number."""
-
 from __future__ import annotations
 
 import pytest

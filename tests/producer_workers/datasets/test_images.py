@@ -1,5 +1,3 @@
-"""Test images that rows name: what is accepted, what is refused and where, and their prompt."""
-
 from __future__ import annotations
 
 import base64
@@ -221,17 +219,11 @@ def test_another_root_is_for_the_config_to_name_not_for_a_row(tmp_path: Path) ->
     ("row", "reason"),
     [
         ({"question": "a <image> b", "images": ["0.png", "0.png"]}, '1 "<image>", but 2 images'),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
-            "show 1 images by position",
-        ),
-        (
-            {"messages": [{"role": "system", "content": "x"}], "images": ["0.png"]},
-            "no message of the user to show",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []}, "show 1 images by position"),
+        ({"messages": [{"role": "system", "content": "x"}], "images": ["0.png"]}, "no message of the user to show"),
         ({"question": "?", "images": ["0.png"] * 4}, "4 images, over max_images = 3"),
     ],
-)
+)  # fmt: skip
 def test_images_that_do_not_fit_the_messages_are_refused(
     tmp_path: Path, row: dict[str, Any], reason: str
 ) -> None:

@@ -1,5 +1,3 @@
-"""JSONL data sets: what a line may be, and what is said where one is wrong."""
-
 from __future__ import annotations
 
 from pathlib import Path

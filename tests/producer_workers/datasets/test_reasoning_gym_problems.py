@@ -1,5 +1,3 @@
-"""Problems from the real reasoning-gym: distinct, disjoint, made once."""
-
 from __future__ import annotations
 
 from pathlib import Path

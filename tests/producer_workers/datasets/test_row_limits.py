@@ -1,5 +1,3 @@
-"""Rows that are too large, keys that a table adds, and files that are no data: in every kind of data set."""
-
 from __future__ import annotations
 
 import tracemalloc
@@ -23,8 +21,8 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.contained_dataset import open_here
 from producer_workers.datasets.dataset import Dataset
+from producer_workers.datasets.open import open_here
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.producer import sampler
 from producer_workers.producer.sampler import Sampler, TooLong
@@ -134,26 +132,17 @@ FUNCTIONS: Rows = [
 ]
 MESSAGES: Rows = [
     {"role": "user", "content": "u"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "f", "arguments": {"a": "1"}}}],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": "1"}}}]},
     {"role": "tool", "content": "t", "name": "f"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "g", "arguments": {"b": 2}}}],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "g", "arguments": {"b": 2}}}]},
     {"role": "tool", "content": "t", "name": "g"},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_saved_by_datasets])
 def test_null_keys_of_a_table_reach_neither_tools_nor_messages(
     write: Callable[[Path, Rows], Any], tmp_path: Path
 ) -> None:
-    """All rows of a table have the keys of any row."""
     rows = [
         {"messages": MESSAGES, "tools": FUNCTIONS[n:], "meta": {"k": None, "l": n}}
         for n in range(2)

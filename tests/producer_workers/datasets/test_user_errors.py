@@ -1,5 +1,3 @@
-"""What a user's data set or record function raises names its row, and where it was raised."""
-
 from __future__ import annotations
 
 import inspect
@@ -19,8 +17,7 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.contained_dataset import open_here
-from producer_workers.datasets.open import open_dataset
+from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.row_values import HINT
 
 HERE = "tests.producer_workers.datasets.test_user_errors"
@@ -34,13 +31,10 @@ class Odd(BaseException):
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
-    "KeyError": lambda: KeyError("lines"),
-    "ValueError": lambda: ValueError("no"),
-    "SystemExit": lambda: SystemExit(2),
-    "StopIteration": StopIteration,
-    "RecursionError": RecursionError,
-    "Odd": Odd,
-}
+    "KeyError": lambda: KeyError("lines"), "ValueError": lambda: ValueError("no"),
+    "SystemExit": lambda: SystemExit(2), "StopIteration": StopIteration,
+    "RecursionError": RecursionError, "Odd": Odd,
+}  # fmt: skip
 
 
 def fail(row: Any, error: str = "KeyError") -> Any:
@@ -90,7 +84,6 @@ def read_all(dataset: Any) -> Any:
 
 
 def assert_names_frame(error: ConfigError, function: Any) -> None:
-    """Check that the hint names the user's functions, and no frame of ours."""
     lines, start = inspect.getsourcelines(function)
     assert any(f"{__file__}:{start + n} in " in error.hint for n in range(len(lines))), error.hint
     for ours in ("producer_workers/datasets/records", "buffer/", "files.py", "importlib"):
@@ -148,13 +141,10 @@ def test_what_is_wrong_with_a_row_itself_names_no_frame(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "hint"),
     [
-        (b"\x1f\x8b\x08\x00", "gunzip"),
-        (b"\x28\xb5\x2f\xfd", "zstd"),
-        (b"BZh91AY", "bunzip2"),
-        (b"\xfd7zXZ\x00", "xz -dk"),
-        (b"PAR1", 'kind = "parquet"'),
+        (b"\x1f\x8b\x08\x00", "gunzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh91AY", "bunzip2"),
+        (b"\xfd7zXZ\x00", "xz -dk"), (b"PAR1", 'kind = "parquet"'),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_another_kind_is_named(tmp_path: Path, start: bytes, hint: str) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(start + b"\xff" * 9)

@@ -84,11 +84,9 @@ class AdapterRun:
         )
 
     def adapter(self, version: int) -> Path:
-        """Return the adapter that was published as this version."""
         return self.folder / "adapters" / str(version)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Those of each step."""
         log = StepLog(self.config.run.folder / "steps.jsonl")
         log.read_new()
         return [step.metrics for step in log.steps]
@@ -189,7 +187,6 @@ def _logprobs(model: Any, state: RolloutState) -> NDArray[np.float32]:
 
 @contextmanager
 def producing(run: Run) -> Iterator[None]:
-    """Run a producer on a thread of its own."""
     # no min_tokens: what forbids the end of a text changes the distribution, which a learner does
     # not know
     dataset = RecordsDataset(PROBLEMS, "problems", problem_of)

@@ -501,13 +501,7 @@ class ModelScoreContract(ScoreContract):
 
     @pytest.mark.parametrize(("tokens", "start", "top_k"), [(2, 1, 0), (1900, 37, 5)])
     def test_scores_equal_a_transformers_forward(
-        self,
-        scorer: Any,
-        run: Run[Scores],
-        folders: Folders,
-        tokens: int,
-        start: int,
-        top_k: int,
+        self, scorer: Any, run: Run[Scores], folders: Folders, tokens: int, start: int, top_k: int
     ) -> None:
         text = np.random.default_rng(1).integers(4, VOCABULARY, tokens, dtype=np.int32)
         expected = reference_distribution(folders.first, text.tolist())[start - 1 : -1]
@@ -564,7 +558,6 @@ class RoutedContract:
 
 
 def check_experts(made: Generation, prompt: Any, mixtures: dict[PolicyVersion, Path]) -> None:
-    """Check that each row is of the weights that sampled the token behind it."""
     by = [
         PolicyVersion(span.lineage, span.version) for span in made.spans for _ in range(span.length)
     ]
@@ -625,7 +618,6 @@ class MaskContract:
 
 
 def check_masks(made: Generation, prompt: Any, weights: dict[PolicyVersion, Path]) -> None:
-    """Check each set by the definition of top-p, and each logprob by the mass of its set."""
     assert isinstance(made.sampling_mask, SamplingMask)
     assert made.sampling_mask.problem(made.token_ids) == ""
     ends = np.cumsum(made.sampling_mask.counts)

@@ -162,7 +162,6 @@ def running_http(run: Run[None], folders: Folders, server_url: str) -> Iterator[
 
 @pytest.fixture
 def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Iterator[Engine]:
-    """Return the engine over HTTP in its first state."""
     yield running_http
     run(running_http.resume())
     run(running_http.load_weights(folders.first, FIRST))

@@ -1,5 +1,3 @@
-"""Test what the HTTP engine refuses, notices of its server, and does without vLLM's endpoints."""
-
 from __future__ import annotations
 
 import asyncio
@@ -65,7 +63,6 @@ def nothing(body: dict[str, Any]) -> None:
 
 
 def raw_logprobs(body: dict[str, Any]) -> None:
-    """Logprobs that no temperature has moved."""
     if not body.get("stream"):
         body["temperature"] = 1.0
 

@@ -1,5 +1,3 @@
-"""Test what the HTTP engine makes of any server's streams and answers."""
-
 from __future__ import annotations
 
 import asyncio

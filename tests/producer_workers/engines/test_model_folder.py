@@ -1,5 +1,3 @@
-"""Bad folders of models and adapters are refused before an engine reads them."""
-
 from __future__ import annotations
 
 import shutil
@@ -13,12 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from buffer.weights.safetensors_files import (
-    BASE_CHECKSUM,
-    PEFT_PREFIX,
-    is_adapter,
-    model_checksum,
-)
+from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, is_adapter, model_checksum
 from producer_workers.engines.base import EngineError, WeightsError
 from producer_workers.engines.model_folder import (
     AdapterCheck,
@@ -163,22 +156,14 @@ def test_an_adapter_that_fits_passes_and_is_no_whole_model(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (
-            lambda _, __, metadata: metadata.update({BASE_CHECKSUM: "0" * 32}),
-            "its base has checksum 0000",
-        ),
+        (lambda _, __, metadata: metadata.update({BASE_CHECKSUM: "0" * 32}), "its base has checksum 0000"),
         (lambda config, *_: config.update(r=16), "of rank 16"),
         (lambda config, *_: config.pop("r"), "holds no LoRA adapter"),
         (
             lambda config, *_: config.update(alpha_pattern={"q_proj": 9}),
             "not a plain LoRA adapter: it has alpha_pattern",
         ),
-        (
-            lambda _, tensors, __: tensors.update(
-                {f"{LAYER}.lora_A.weight": np.ones((2, 5), "f4")}
-            ),
-            r"is \[2, 5\]",
-        ),
+        (lambda _, tensors, __: tensors.update({f"{LAYER}.lora_A.weight": np.ones((2, 5), "f4")}), r"is \[2, 5\]"),
         (
             lambda _, tensors, __: tensors.update(
                 {f"{PEFT_PREFIX}norm.lora_A.weight": np.ones((2, 4), "f4")}
@@ -186,7 +171,7 @@ def test_an_adapter_that_fits_passes_and_is_no_whole_model(
             "does not fit",
         ),
     ],
-)
+)  # fmt: skip
 def test_an_adapter_is_refused_that(
     model: Path, check: AdapterCheck, tmp_path: Path, change: Change, problem: str
 ) -> None:

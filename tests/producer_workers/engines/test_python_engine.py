@@ -1,5 +1,3 @@
-"""An engine of the user's, as [engine] kind = "python" names it."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The scores of given tokens, of every kind of engine in this process."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

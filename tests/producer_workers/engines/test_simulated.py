@@ -1,5 +1,3 @@
-"""The simulated engine: its distributions, its limits and its injected failures."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The transformers engine samples with LoRA adapters, put into its model in place."""
-
 from __future__ import annotations
 
 import shutil

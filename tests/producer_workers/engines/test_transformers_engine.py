@@ -1,5 +1,3 @@
-"""The transformers engine: the contract, and that its sampler draws from what it says."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""vLLM samples with LoRA adapters, and versions per token stay true."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

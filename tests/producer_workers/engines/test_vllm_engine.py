@@ -1,5 +1,3 @@
-"""Test vLLM inside the worker: wrong weights and cancelled updates."""
-
 from __future__ import annotations
 
 import asyncio
@@ -14,7 +12,7 @@ from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.agent_loops.tool_parsers import tool_parser
-from producer_workers.engines import build_engine
+from producer_workers.engines import build_engine, model_folder
 from producer_workers.engines.base import (
     Engine,
     EngineError,
@@ -22,7 +20,6 @@ from producer_workers.engines.base import (
     GenerationError,
     WeightsError,
 )
-from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import (
     generation_of,
     is_cpu_build,
@@ -61,7 +58,7 @@ def test_weights_of_another_shape_are_refused(
 ) -> None:
     """The second case loads half of the wrong model, so the engine must find its way back."""
     if not checked:
-        monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
+        monkeypatch.setattr(model_folder, "check_same_tensors", lambda *_, **__: None)
     params = sampling(60, seed=5)
 
     async def scenario() -> tuple[Generation, Generation, Generation]:

@@ -22,12 +22,7 @@ from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build, prepare_environment
-from tests.producer_workers.engines.conformance import (
-    NEXT,
-    RoutedContract,
-    check_experts,
-    sampling,
-)
+from tests.producer_workers.engines.conformance import NEXT, RoutedContract, check_experts, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 

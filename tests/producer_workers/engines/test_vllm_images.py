@@ -1,5 +1,3 @@
-"""Test images in vLLM: the prompt is token-exact, logprobs are those of the same pixels."""
-
 from __future__ import annotations
 
 import asyncio
@@ -191,8 +189,6 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
 def test_new_weights_see_the_images_anew_while_requests_run(
     engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
 ) -> None:
-    """Update weights while requests with images run."""
-
     async def scenario() -> tuple[Generation, list[Generation]]:
         engine.images.show(GID, refs)
         running = [
@@ -247,23 +243,7 @@ def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
 
 # -- from a data set to the trainer --------------------------------------------------------------------
 
-CONFIG = """
-policy = {{ model = "{model}", max_staleness = 0 }}
-plan = {{ steps = 2, batch_size = 2 }}
-strategy = {{ max_consecutive_failures = 3 }}
-[run]
-name = "{name}"
-dir = "{folder}/run"
-[tasks.see]
-judge = "tests.pipeline.judges:by_chance"
-prompt_repeat_k = 3
-sample = {{ max_tokens = 12, seed = 1 }}
-dataset = {{ kind = "jsonl", path = "{folder}/rows.jsonl", images = {{}} }}
-[trainer]
-loop = "examples.image_loop:train"
-[learner]
-learning_rate = 1e-3
-"""
+CONFIG = Path(__file__).with_name("vllm_images.toml").read_text(encoding="utf-8")
 ROWS = [
     {"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]},
     {"question": "?", "images": ["1.png"]},

@@ -62,7 +62,6 @@ def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
 
 
 def test_a_tied_head_runs_its_new_weights_after_an_update(run: Run[Any], tmp_path: Path) -> None:
-    """Update a model with a tied head."""
     first, second = (
         write_tiny_model(tmp_path / str(seed), seed=seed, tied=True) for seed in (1, 2)
     )

@@ -18,12 +18,8 @@ import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from producer_workers.engines.base import (
-    Engine,
-    EngineDeadError,
-    Generation,
-    WeightsError,
-)
+from producer_workers.engines import model_folder
+from producer_workers.engines.base import Engine, EngineDeadError, Generation, WeightsError
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import is_cpu_build
 from rolloutmq.check.machine import count_gpus
@@ -115,7 +111,7 @@ def test_weights_that_some_shards_refuse_reach_none(
     layer: int,
 ) -> None:
     """Offer weights that only some shards refuse."""
-    monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
+    monkeypatch.setattr(model_folder, "check_same_tensors", lambda *_, **__: None)
     torn = tmp_path / "torn"
     shutil.copytree(folders.second, torn)
     halve(torn, f"model.layers.{layer}.mlp.gate_proj.weight")

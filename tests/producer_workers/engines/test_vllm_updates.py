@@ -89,12 +89,7 @@ def states(
 
         def publish(way: TransportName, delta_base_every: int, *versions: int) -> ControlState:
             sender = open_sender(
-                way,
-                store,
-                run.keys,
-                folder / way,
-                keep=2,
-                delta_base_every=delta_base_every,
+                way, store, run.keys, folder / way, keep=2, delta_base_every=delta_base_every
             )
             stack.callback(sender.close)
             for version in versions:
@@ -139,7 +134,6 @@ async def sample_through_updates(
 
 
 def distances(history: Sequence[Path], made: Sequence[Generation]) -> list[NDArray[np.float64]]:
-    """Return, by span, how far the logprobs are from those of the stamped version."""
     by_span: list[list[NDArray[np.float64]]] = [[] for _ in history]
     for one in made:
         tokens = PROMPT.tolist(), one.token_ids.tolist()
@@ -176,10 +170,7 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
 
 
 def test_a_kept_cache_is_for_running_requests_only(
-    vllm_engine: Engine,
-    run: RunOnLoop[Any],
-    folders: Folders,
-    monkeypatch: pytest.MonkeyPatch,
+    vllm_engine: Engine, run: RunOnLoop[Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt is long enough to be found in the prefix cache: as long as two blocks of it."""
     monkeypatch.setattr(vllm_engine, "_keeps_cache", True)

@@ -32,12 +32,9 @@ def write_adapter(folder: Path, model: Path, seed: int) -> Path:
         weights[name] = weights[name] + ALPHA / RANK * high @ low
     save_file(adapter, folder / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": ALPHA,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA,
         "bias": "none",
-    }
+    }  # fmt: skip
     (folder / "adapter_config.json").write_bytes(
         orjson.dumps(config | {"target_modules": ["q_proj", "v_proj"]})
     )

@@ -49,12 +49,9 @@ def write_tiny_model(
     }
     if architecture == "qwen3_moe":
         settings |= {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(dense_layers),
-        }
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers),
+        }  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(architecture, **settings), dtype=torch.float32

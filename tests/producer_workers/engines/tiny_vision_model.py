@@ -29,7 +29,6 @@ CHAT_TEMPLATE = (
 
 
 def picture(seed: int, width: int = 56, height: int = 28) -> Image.Image:
-    """Coloured noise."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise)
 

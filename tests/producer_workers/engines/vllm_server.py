@@ -21,17 +21,13 @@ from tests.producer_workers.engines.warm_vllm import vllm_context
 ARGUMENTS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
     *(
-        "--max-num-seqs",
-        "32",
-        "--kv-cache-memory-bytes",
-        "64M",
-        "--logprobs-mode",
+        "--max-num-seqs", "32", "--kv-cache-memory-bytes", "64M", "--logprobs-mode",
         "processed_logprobs",
     ),
     "--no-enable-chunked-prefill",  # see CPU_DEFAULTS in producer_workers/engines/vllm/api.py
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
     *("--worker-extension-cls", "producer_workers.engines.vllm.worker_extension.WeightLoader"),
-]
+]  # fmt: skip
 ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 START_S = 500.0
@@ -39,7 +35,6 @@ START_S = 500.0
 
 @contextmanager
 def vllm_server(model: Path, more: Sequence[str] = ADAPTERS) -> Iterator[str]:
-    """Start a server, yield its URL once it answers, and leave no process behind."""
     log = model.parent / "server.log"
     for _ in range(3):  # somebody may take the port before the server does
         process, url = _start(model, log, more)

@@ -22,15 +22,10 @@ from producer_workers.engines.vllm.api import VllmApi, is_cpu_build
 
 # Not the worker extension: an import of it starts a thread, which a fork would lose.
 PRELOADED = [
-    __name__,
-    "vllm.v1.engine.core",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.lora.worker_manager",
-    "vllm.entrypoints.launchers.api_server.entry",
-    "compressed_tensors",
-]
+    __name__, "vllm.v1.engine.core", "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.lora.worker_manager",
+    "vllm.entrypoints.launchers.api_server.entry", "compressed_tensors",
+]  # fmt: skip
 # Its own, since `multiprocessing` has one for all contexts: other tests preload something else.
 _server: Any = forkserver.ForkServer()
 _server.set_forkserver_preload(PRELOADED)
@@ -115,7 +110,6 @@ def _warm_api() -> VllmApi:
 
 
 def fork_engines(patched: pytest.MonkeyPatch) -> None:
-    """Let engines fork their processes, where vLLM is a CPU build."""
     if is_cpu_build():
         patched.setattr(engine, "VllmApi", _warm_api)
 

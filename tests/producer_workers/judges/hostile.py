@@ -19,14 +19,12 @@ DEEDS: dict[str, Any] = {
 
 
 def score(*, response: str, ground_truth: Any, state: RolloutState) -> Any:
-    """Do what a rollout asks for."""
     if ground_truth == "tokens":
         return float(state.response_ids.sum() + len(state.messages) + state.index)
     return DEEDS.get(ground_truth, lambda: 1.0)()
 
 
 def rank(states: list[RolloutState]) -> list[float]:
-    """Rank by length."""
     return [float(len(state.response)) for state in states]
 
 

@@ -1,5 +1,3 @@
-"""Test judges at a URL, of groups, composed ones, of mathematics and of programs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,9 +17,9 @@ from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
+from producer_workers.judges.built_in import program_of
 from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import HttpJudge, load_judge, load_worker_judge, make_judge
-from producer_workers.judges.programs import program_of
 from producer_workers.user_code.border import runs_inline
 from rolloutmq.extensions.answers.judges import math_verify
 from tests.producer_workers.http_service import http_service
@@ -372,12 +370,8 @@ def test_a_quick_judge_judges_a_group_in_one_call_and_each_rollout_by_itself(
     ]
     judged = asyncio.run(judge.judge_each(states))
     assert [each if isinstance(each, dict) else type(each) for each in judged] == [
-        {"score": 1.0},
-        JudgeError,
-        JudgeError,
-        {"score": 1.0},
-        *[JudgeError for _ in others],
-    ]
+        {"score": 1.0}, JudgeError, JudgeError, {"score": 1.0}, *[JudgeError for _ in others],
+    ]  # fmt: skip
     assert [(state.response_ids.tolist(), state.extra) for state in states] == [([7], {})] * len(
         texts
     )

@@ -1,5 +1,3 @@
-"""Judges: what is a reward, what is said of one that is not, and what ours score."""
-
 from __future__ import annotations
 
 import asyncio
@@ -12,12 +10,7 @@ import pytest
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.wire.rollout import RolloutState
-from producer_workers.judges.built_in import (
-    UNSAFE_TASKS,
-    exact_match,
-    score_entry,
-    task_datasets,
-)
+from producer_workers.judges.built_in import UNSAFE_TASKS, exact_match, score_entry, task_datasets
 from producer_workers.judges.judge import FunctionJudge, take_columns
 from producer_workers.judges.load import load_judge
 from rolloutmq.extensions.answers.judges import gsm8k
@@ -50,19 +43,10 @@ def test_judge_takes_numbers_and_dicts_of_numbers(value: Any, reward: dict[str, 
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        "1.0",
-        float("nan"),
-        float("inf"),
-        {},
-        {"reward": 1.0},
-        {"score": None},
-        {"score": 1.0, "length": float("nan")},
-        {"score": 1.0, 3: 1.0},
-        np.array([1.0, 2.0]),
-        [1.0],
+        None, "1.0", float("nan"), float("inf"), {}, {"reward": 1.0}, {"score": None},
+        {"score": 1.0, "length": float("nan")}, {"score": 1.0, 3: 1.0}, np.array([1.0, 2.0]), [1.0],
     ],
-)
+)  # fmt: skip
 def test_judge_error_names_the_judge_when_it_returns_no_reward(value: Any) -> None:
     with pytest.raises(JudgeError, match="judge 'mine' returned"):
         judged(returning(value))
@@ -192,15 +176,12 @@ def test_every_task_whose_verifier_evaluates_answers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "exact",
-            "there is no judge 'exact' .*exact_match, gsm8k, math_verify, none, python_tests, reasoning_gym",
-        ),
+        ("exact", "there is no judge 'exact' .*exact_match, gsm8k, math_verify, none, python_tests, reasoning_gym"),
         ("no_such_module:f", "cannot be imported"),
         ("math:no_such_function", "module 'math' has no 'no_such_function'"),
         (":f", "there is no judge"),
     ],
-)
+)  # fmt: skip
 def test_load_judge_says_what_is_wrong(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_judge(spec)

@@ -1,5 +1,3 @@
-"""Judges in processes of a worker: what they see, what ends them, and what is left of them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,12 +15,9 @@ import pytest
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.judge import (
-    FunctionJudge,
-    Judge,
-)
+from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import load_worker_judge
-from producer_workers.user_code import border, user_process
+from producer_workers.user_code import border, process_function
 from producer_workers.user_code.process_function import ProcessFunction
 
 HOSTILE = "tests.producer_workers.judges.hostile"
@@ -63,7 +58,7 @@ async def test_a_mended_judge_is_imported_again_after_a_call_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(user_process, "MENDED_S", 0.0)
+    monkeypatch.setattr(process_function, "MENDED_S", 0.0)
     source = "def judge(*, response, ground_truth, state):\n    return {}\n"
     (tmp_path / "mendable.py").write_text(source.format('float("no")'), encoding="utf-8")
     judge = load_worker_judge("mendable:judge", JudgingSection())

@@ -1,5 +1,3 @@
-"""Draws: the same number gives the same group, in every process and at any time."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -63,27 +61,19 @@ GAP = float("nan")
 @pytest.mark.parametrize(
     ("judge", "taken", "refused"),
     [
-        (
-            "exact_match",
-            ["18", 18, 18.0, ["18"], "None"],
-            [None, GAP, "", b"18", [], ["1", "2"], {}],
-        ),
+        ("exact_match", ["18", 18, 18.0, ["18"], "None"], [None, GAP, "", b"18", [], ["1", "2"], {}]),
         (
             "gsm8k",
             ["18", 18.0, ["18"], "2+2=4\n#### 4"],
             [None, GAP, b"18", "3-2", "unknown", [1, 2]],
         ),
         ("math_verify", ["x^2", 0.5, "3-2", "Monday"], [None, GAP, float("-inf"), b"18", " "]),
-        (
-            "python_tests",
-            ["assert f(1) == 1", ["f()"], [{"input": 1, "output": "1"}]],
-            [None, "18", [1], {}],
-        ),
+        ("python_tests", ["assert f(1) == 1", ["f()"], [{"input": 1, "output": "1"}]], [None, "18", [1], {}]),
         ("reasoning_gym", [None, GAP, {"a": 1}], []),
         ("my_module:score", [None, GAP, b"18"], []),
         ({"a": "exact_match", "*": {"gsm8k": 1.0, "none": 0.5}}, ["18"], ["B", None]),
     ],
-)
+)  # fmt: skip
 def test_a_row_whose_ground_truth_no_answer_fits_is_refused(
     tokenizer: Any, judge: Any, taken: list[Any], refused: list[Any]
 ) -> None:

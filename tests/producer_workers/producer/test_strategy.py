@@ -1,5 +1,3 @@
-"""How far strategies run ahead: the reference's targets, and whose settings a task has."""
-
 from __future__ import annotations
 
 import subprocess
@@ -31,33 +29,7 @@ from producer_workers.worker.task_runner import load_sample_filter, not_all_equa
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 
-CONFIG = """
-[run]
-name = "mix"
-[plan]
-batch_size = 7
-steps = 100
-[policy]
-max_staleness = 1
-sync_weights_interval = 2
-[strategy]
-over_sample_threshold = 0.5
-enable_partial_rollout = true
-[tasks.math]
-weight = 2.0
-judge = "exact_match"
-dataset = { kind = "jsonl", path = "x" }
-[tasks.code]
-weight = 1.0
-judge = "exact_match"
-dataset = { kind = "jsonl", path = "x" }
-strategy = { on_straggler = "retry", tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
-[tasks.idle]
-weight = 0.0
-judge = "exact_match"
-dataset = { kind = "jsonl", path = "x" }
-strategy = { kind = "sync", over_sample_threshold = 0.0 }
-"""
+CONFIG = Path(__file__).with_name("strategy.toml").read_text(encoding="utf-8")
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
@@ -86,15 +58,6 @@ def seen(
 
 def mix_of(batch_size: int, weights: Mapping[str, float]) -> TaskMix:
     return TaskMix(batch_size, [Reweighting(from_step=1, weights=dict(weights))])
-
-
-def test_batches_of_7_by_weights_2_1_0() -> None:
-    mix = mix_of(7, {"math": 2, "code": 1, "idle": 0})
-    assert [tuple(mix.shares(step).values()) for step in (1, 2, 3)] == [
-        (5, 2, 0),
-        (4, 3, 0),
-        (5, 2, 0),
-    ]
 
 
 WEIGHTS = st.floats(0, 1e6) | st.integers(0, 50).map(float) | st.floats(0, 1)
@@ -163,11 +126,7 @@ def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_p
         AsyncProduceStrategy,
         SyncProduceStrategy,
     ]
-    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [
-        19 + 3,
-        9 + 1,
-        0,
-    ]
+    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [19 + 3, 9 + 1, 0]
     assert [chosen[task].plan(seen(task, limits)).pools[0] for task in chosen] == [
         ("aborted", 1),
         ("expired", 4),

@@ -53,13 +53,6 @@ def test_advice_says_how_many_workers_the_trainer_would_use() -> None:
     assert advice.workers_wanted == pytest.approx(3.6)
 
 
-def test_advice_tells_workers_to_hold_more_groups_when_finished_rollouts_leave_places_empty() -> (
-    None
-):
-    advice = advise([simulated(1, 1000, busy=0.5)])
-    assert "concurrency to 4 instead of 2" in advice.reasons[1]
-
-
 def test_candidates_leave_out_what_makes_no_difference() -> None:
     settings = candidates(FLEET, [1, 0, 1], ["keep", "abort"], ahead=[1, 4])
     assert [(s.max_ahead, s.max_staleness, s.interruption) for s in settings] == [

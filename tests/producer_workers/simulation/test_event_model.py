@@ -1,6 +1,6 @@
-"""The discrete-event model, on cases that a person can work out."""
-
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
@@ -30,68 +30,36 @@ def test_model_takes_turns_when_staleness_is_zero() -> None:
     assert (outcome.trained_tokens, outcome.wasted_tokens) == (40, 0)
 
 
-def test_model_generates_while_training_when_staleness_is_one() -> None:
-    outcome = simulate(setting(max_staleness=1), tens, 4)
-    assert outcome.seconds == 4 * 10 + 5
-    # the second group began at 10 s, when step 1 was still trained; each later one, too
-    assert outcome.staleness == {0: 1, 1: 3}
-    assert outcome.busy_s == pytest.approx(45)
-
-
-def test_model_stops_running_groups_for_as_long_as_weights_load() -> None:
-    # groups end at 10, 23 (3 s of loading from 15 on), 36 and 49
-    outcome = simulate(setting(max_staleness=1, sync_s=3), tens, 4)
-    assert outcome.seconds == 49 + 5
-    assert outcome.busy_s == pytest.approx(54 - 3 * 3)
-
-
-def test_model_starts_again_what_an_update_aborted() -> None:
-    # the update at 15 s throws away 5 tokens, so that the second group ends at 25 and the third
-    # begins there
-    outcome = simulate(setting(max_staleness=1, interruption="abort"), tens, 2)
-    assert outcome.seconds == 25 + 5
-    assert (outcome.trained_tokens, outcome.wasted_tokens) == (20, 5)
-    # it was drawn again under the new weights
-    assert outcome.staleness == {0: 2}
-
-
-def test_model_goes_on_from_the_tokens_when_rollouts_are_partial() -> None:
-    outcome = simulate(setting(max_staleness=1, interruption="partial"), tens, 2)
-    assert outcome.seconds == 20 + 5
-    assert outcome.wasted_tokens == 0
-    assert outcome.staleness == {0: 1, 1: 1}
-
-
-def test_model_restarts_only_the_unfinished_rollouts_of_an_aborted_group() -> None:
-    # the update at 17 s finds the short rollout of the second group finished, and throws away the
-    # 5 tokens of the long one, which ends at 27; the group is as old as its short rollout
-    fleet = setting(max_staleness=1, interruption="abort", sequences=2, group_size=2, step_s=5)
-    outcome = simulate(fleet, lambda draw: [2, 10] if draw else [10, 12], 2)
-    assert outcome.seconds == 27 + 5
-    assert (outcome.trained_tokens, outcome.wasted_tokens) == (34, 5)
-    assert outcome.staleness == {0: 1, 1: 1}
-
-
-def test_model_waits_for_running_groups_when_an_update_drains() -> None:
-    # the update at 15 s waits for the second group until 20, loads until 23, and so on: groups end
-    # at 10, 20 and 33
-    outcome = simulate(setting(max_staleness=1, interruption="drain", sync_s=3), tens, 3)
-    assert outcome.seconds == 33 + 3 + 5
-    assert outcome.staleness == {0: 1, 1: 2}
-
-
-def test_model_ends_what_is_too_old_while_it_runs() -> None:
-    """Start two groups for a batch of one.
-
-    The long one is ended when the first batch is taken, since weights 0 may serve no other.
-    """
-    lengths = [[10], [100]]
-    fleet = setting(workers=2, over_sample_threshold=1.0, on_straggler="drop")
-    outcome = simulate(fleet, lambda draw: lengths[draw] if draw < 2 else [10], 2)
-    # the second worker samples 10 s for the long group, and 10 s for the surplus of the next batch
-    assert outcome.seconds == 2 * (10 + 5)
-    assert outcome.wasted_tokens == 10 + 9
-    assert outcome.staleness == {0: 2}
+@pytest.mark.parametrize(
+    ("changes", "lengths", "steps", "seconds", "staleness", "wasted"),
+    [
+        # the second group begins at 10 s, when step 1 is still trained; each later one, too
+        ({"max_staleness": 1}, tens, 4, 45, {0: 1, 1: 3}, 0),
+        # groups end at 10, 23 (3 s of loading from 15 on), 36 and 49
+        ({"max_staleness": 1, "sync_s": 3}, tens, 4, 49 + 5, {0: 1, 1: 3}, 0),
+        # the update at 15 s throws away 5 tokens: the second group is drawn again, and ends at 25
+        ({"max_staleness": 1, "interruption": "abort"}, tens, 2, 25 + 5, {0: 2}, 5),
+        ({"max_staleness": 1, "interruption": "partial"}, tens, 2, 20 + 5, {0: 1, 1: 1}, 0),
+        # the update at 17 s finds the short rollout of the second group finished, and throws away
+        # the 5 tokens of the long one, which ends at 27; the group is as old as its short rollout
+        ({"max_staleness": 1, "interruption": "abort", "sequences": 2, "group_size": 2},
+         lambda draw: [2, 10] if draw else [10, 12], 2, 27 + 5, {0: 1, 1: 1}, 5),
+        # the update at 15 s waits for the second group until 20, loads until 23, and so on
+        ({"max_staleness": 1, "interruption": "drain", "sync_s": 3}, tens, 3, 33 + 3 + 5, {0: 1, 1: 2}, 0),
+        # the long group is ended when the first batch is taken, since weights 0 may serve no other
+        ({"workers": 2, "over_sample_threshold": 1.0, "on_straggler": "drop"},
+         lambda draw: [100] if draw == 1 else [10], 2, 2 * (10 + 5), {0: 2}, 10 + 9),
+        # two batches are made for one version
+        ({"sync_weights_interval": 2}, tens, 4, 2 * (10 + 10 + 5), {0: 2, 1: 2}, 0),
+    ],
+)  # fmt: skip
+def test_seconds_ages_and_waste_are_those_that_a_person_works_out(
+    changes: dict[str, object], lengths: Callable[[int], list[int]], steps: int, seconds: int,
+    staleness: dict[int, int], wasted: int,
+) -> None:  # fmt: skip
+    outcome = simulate(setting(**changes), lengths, steps)
+    assert (outcome.seconds, outcome.staleness) == (seconds, staleness)
+    assert outcome.wasted_tokens == wasted
 
 
 @pytest.mark.parametrize("interruption", ["keep", "drain", "abort", "partial"])
@@ -119,13 +87,6 @@ def test_model_waits_for_the_longest_of_a_batch_and_counts_the_idle_places() -> 
     assert outcome.seconds == 30 + 5
     assert outcome.busy_s == 40
     assert outcome.held == pytest.approx(40 / 70)
-
-
-def test_model_publishes_only_at_the_interval() -> None:
-    # two batches are made for one version; groups run one after the other from 0, 15 + 5 …
-    outcome = simulate(setting(sync_weights_interval=2), tens, 4)
-    assert outcome.seconds == 2 * (10 + 10 + 5)
-    assert outcome.staleness == {0: 2, 1: 2}
 
 
 def test_model_is_the_same_each_time_and_loses_no_token_of_long_tails() -> None:

@@ -79,14 +79,10 @@ HANGS: dict[str, Callable[[], Any]] = {
 }
 
 RUBBISH: dict[str, Callable[[], Any]] = {
-    "object": object,
-    "function": lambda: throw,
-    "surrogate": lambda: {"score": 1.0, "\ud800": 1.0},
-    "endless": endless,
-    "nan": lambda: {"score": float("nan")},
-    "odd": lambda: Odd(1.0),
+    "object": object, "function": lambda: throw, "surrogate": lambda: {"score": 1.0, "\ud800": 1.0},
+    "endless": endless, "nan": lambda: {"score": float("nan")}, "odd": lambda: Odd(1.0),
     "huge": lambda: {"score": 10**400},
-}
+}  # fmt: skip
 
 WAITS = {"waits": lambda: time.sleep(15)}
 """A hang that ends, where it is in a thread of the test's own process."""

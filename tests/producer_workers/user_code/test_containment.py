@@ -1,5 +1,3 @@
-"""Every kind of a user's function x everything that it may do: the failure of that call alone."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,8 +20,8 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.open import open_dataset
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.decisions import continue_call
-from producer_workers.user_code.user_process import REPLACED
+from producer_workers.producer.strategy import continue_call
+from producer_workers.user_code.process_function import REPLACED
 from rolloutmq.extensions.gateway.agents import AgentTask, FunctionAgent
 from tests.producer_workers.user_code import deeds
 
@@ -130,17 +128,9 @@ async def deciding(name: str) -> AsyncIterator[Call]:
 
 
 KINDS: dict[str, Any] = {
-    "judge": judging,
-    "judge_later": judging,
-    "keep": filtering,
-    "tool": using,
-    "tool_later": using,
-    "World": playing,
-    "agent": acting,
-    "agent_later": acting,
-    "record": reading,
-    "go_on": deciding,
-}
+    "judge": judging, "judge_later": judging, "keep": filtering, "tool": using, "tool_later": using,
+    "World": playing, "agent": acting, "agent_later": acting, "record": reading, "go_on": deciding,
+}  # fmt: skip
 WAYS = {"judge", "agent_later", "go_on"}
 """Waited for in a loop, alone, and in a thread: the others are slow."""
 ANY_RESULT = {"tool", "tool_later", "go_on"}
@@ -150,13 +140,12 @@ HARMLESS = {("keep", "odd")}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in WAYS else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+    "name", [name if name in WAYS else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 )
 async def test_whatever_a_function_does_fails_its_call_alone_and_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producer_workers.user_code.decisions.LIMIT_S", LIMIT_S)
+    monkeypatch.setattr("producer_workers.producer.strategy.LIMIT_S", LIMIT_S)
     given = (name, tmp_path) if name == "record" else (name,)
     REPLACED.clear()
     async with KINDS[name](*given) as call:

@@ -1,5 +1,3 @@
-"""The traceback of a user's code, as text, from wherever it runs."""
-
 from __future__ import annotations
 
 import logging
@@ -22,13 +20,10 @@ from tests.producer_workers.user_code.test_containment import rollout
 FILE = Path(broken.__file__)
 
 CAUSES = {
-    "score": ("ValueError", "wrapped"),
-    "fail": ("KeyError", "plain"),
-    "own": ("not today", "own"),
-    "endless": ("RecursionError", "deep"),
-    "shouts": ("RuntimeError", "long"),
+    "score": ("ValueError", "wrapped"), "fail": ("KeyError", "plain"), "own": ("not today", "own"),
+    "endless": ("RecursionError", "deep"), "shouts": ("RuntimeError", "long"),
     "later": ("IndexError", "inner"),
-}
+}  # fmt: skip
 """What each function of `broken` raises, and the mark of its line."""
 
 

@@ -1,5 +1,3 @@
-"""Tools that hang, in a toolbox and in a whole run: no later call suffers for it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,8 +23,7 @@ def asked(deed: str) -> ToolCall:
 
 @pytest.mark.parametrize("hung", [16, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "tool",
-    [pytest.param(f"{MINE}:tool", id="named", marks=pytest.mark.slow), deeds.tool],
+    "tool", [pytest.param(f"{MINE}:tool", id="named", marks=pytest.mark.slow), deeds.tool]
 )
 def test_a_call_after_any_number_of_hung_ones_is_answered(tool: Any, hung: int) -> None:
     async def scene() -> tuple[set[str], list[str]]:

@@ -1,5 +1,3 @@
-"""Attack the machine from a program of a model, in each sandbox, and check that no harm is done."""
-
 from __future__ import annotations
 
 import os
@@ -23,12 +21,7 @@ from producer_workers.http_client import LONGEST_ANSWER
 from producer_workers.judges.built_in import python_tests
 from producer_workers.judges.load import load_judge
 from producer_workers.user_code import bubblewrap
-from producer_workers.user_code.sandbox import (
-    Limits,
-    ProgramResult,
-    check_sandbox,
-    run_program,
-)
+from producer_workers.user_code.sandbox import Limits, ProgramResult, check_sandbox, run_program
 from tests.producer_workers.http_service import http_service
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 
@@ -97,15 +90,8 @@ def test_a_caged_program_sees_no_file_but_its_interpreter(tmp_path: Path) -> Non
     secret = tmp_path / "secret"
     secret.write_text("the key")
     targets = [
-        "/etc/passwd",
-        "/etc/shadow",
-        "/proc",
-        "/sys",
-        "/home",
-        "/var",
-        "/run",
-        "/usr/bin/env",
-    ]
+        "/etc/passwd", "/etc/shadow", "/proc", "/sys", "/home", "/var", "/run", "/usr/bin/env",
+    ]  # fmt: skip
     targets += [str(secret), str(HERE), str(Path.home() / ".ssh"), f"/proc/{os.getpid()}/environ"]
     bound = (sys.prefix, sys.base_prefix)
     shown = [
@@ -127,22 +113,14 @@ def test_a_caged_program_has_no_environment_and_no_name(monkeypatch: pytest.Monk
     "escape",
     [
         "os.symlink('/etc/passwd', 'link'); open('link')",
-        "os.symlink('/', 'link'); open('link/etc/passwd')",
-        "open('../../../../etc/passwd')",
-        "os.link(sys.executable, '/tmp/hard')",
-        "open(os.__file__, 'a')",
-        "open(os.path.join(sys.prefix, 'planted'), 'w')",
-        "open('/planted', 'w')",
-        "os.chmod(os.__file__, 0o777)",
-        "os.mkdir('/dev/planted')",
-        "os.chroot('/tmp')",
-        "os.setuid(0)",
-        "os.mknod('/tmp/disk', 0o60600, os.makedev(8, 0))",
-        "os.memfd_create('hidden')",
-        "open('/dev/mem')",
-        "open('/dev/tty')",
+        "os.symlink('/', 'link'); open('link/etc/passwd')", "open('../../../../etc/passwd')",
+        "os.link(sys.executable, '/tmp/hard')", "open(os.__file__, 'a')",
+        "open(os.path.join(sys.prefix, 'planted'), 'w')", "open('/planted', 'w')",
+        "os.chmod(os.__file__, 0o777)", "os.mkdir('/dev/planted')", "os.chroot('/tmp')",
+        "os.setuid(0)", "os.mknod('/tmp/disk', 0o60600, os.makedev(8, 0))",
+        "os.memfd_create('hidden')", "open('/dev/mem')", "open('/dev/tty')",
     ],
-)
+)  # fmt: skip
 def test_a_caged_program_cannot_leave_its_folder(escape: str) -> None:
     outcome = attack(f"import os, sys\ntry:\n    {escape}\nexcept OSError: print('refused')")
     assert outcome.stdout == "refused\n"

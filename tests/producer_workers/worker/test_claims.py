@@ -1,5 +1,3 @@
-"""The controller finds an engine's width, keeps it full with almost no queue, within bounds."""
-
 from __future__ import annotations
 
 from hypothesis import given, settings

@@ -71,12 +71,8 @@ def test_groups_are_spared_by_how_often_they_were_interrupted_and_evaluations_ne
     limits = RunLimits(tasks=TASKS, tail_batch_max_tries=2)
     spared = Protection(limits).spared(1, JOBS, 0.0)
     assert sorted(gid[:4] + gid[-1] for gid in spared) == [
-        "code1",
-        "code2",
-        "code3",
-        "math2",
-        "math3",
-    ]
+        "code1", "code2", "code3", "math2", "math3",
+    ]  # fmt: skip
     assert Protection(RunLimits(tasks={"math": TaskLimits()})).spared(1, JOBS[:4], 0.0) == set()
 
 

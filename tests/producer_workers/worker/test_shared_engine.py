@@ -1,5 +1,3 @@
-"""Test what every request of a worker gets, with any engine and any loop."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""What an agent loop may do with tokens that a rollout had: keep them, add to them, or discard all."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -65,7 +65,6 @@ def test_the_names_of_the_page_are_those_of_the_demo() -> None:
 
 
 def ask(server: EmbeddedServer, line: str) -> list[str]:
-    """What the real redis-cli prints for a line that is typed into it, or given to it as flags."""
     cli = shutil.which("redis-cli")
     if cli is None:
         if os.environ.get("CI"):

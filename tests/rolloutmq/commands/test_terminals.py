@@ -1,5 +1,3 @@
-"""Every option survives every value, and output goes to any terminal, pipe or disk."""
-
 from __future__ import annotations
 
 import signal
@@ -13,23 +11,18 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
+from buffer.maintenance.remove_run import remove_run
+from buffer.redis.keys import Keys
+from buffer.redis.server.acl import acl_line, user_name
 from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from rolloutmq.command_list import all_commands
-from tests.rolloutmq.conftest import ROOT, Command, in_process, rolloutmq
-from tests.rolloutmq.populate import Scene
+from tests.buffer.redis.server.test_acl import words
+from tests.rolloutmq.conftest import ROOT, Command, in_process, json_of, rolloutmq
+from tests.rolloutmq.populate import Scene, forge, populate
 
 COMMANDS: dict[str, Any] = all_commands()
-ENDLESS = (
-    "web",
-    "metrics",
-    "gpu-check",
-    "server",
-    "doctor",
-    "drain",
-    "janitor",
-    "eval",
-    "run",
-)
+ENDLESS = ("web", "metrics", "gpu-check", "server", "doctor", "drain", "janitor", "eval", "run")
 """Commands that run until they are stopped, take minutes, or look at the whole machine."""
 BAD = ("", "-1", str(2**70), ".")
 
@@ -96,3 +89,85 @@ def test_tail_ends_with_its_run(server: EmbeddedServer, scene: Scene) -> None:
     done = in_process("logs", "events", "--run-dir", str(server.folder))
     assert done.returncode == 0
     assert done.stdout
+
+
+TITLE = "\x1b]0;owned\x07\x1b[2J\u202e"
+"""Sets the title, clears the screen, writes from right to left."""
+
+LOOKS = (
+    ("status",), ("workers",), ("doctor",), ("ls",), ("dead",), ("ls", "--stage", "dead"), ("fsck",),
+    ("show", "math-0000000003"), ("batch", "2"), ("logs", "events"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def forged(scene: Scene) -> Scene:
+    forge(scene, TITLE)
+    return scene
+
+
+@pytest.mark.parametrize("words", LOOKS, ids=" ".join)
+def test_no_command_lets_a_text_steer_the_terminal(
+    forged: Scene, command: Command, words: tuple[str, ...]
+) -> None:
+    done = command(*words)
+    assert done.returncode in (0, 1, 6), done.stderr
+    for code in ("\x1b", "\x07", "\u202e"):
+        assert code not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [("status", "--json"), ("workers", "--json")], ids=" ".join)
+def test_no_program_is_told_less_because_of_a_number_that_is_none(
+    forged: Scene, command: Command, words: tuple[str, ...]
+) -> None:
+    told = json_of(command(*words))
+    workers = told["workers"] if isinstance(told, dict) else told
+    assert [worker["id"] for worker in workers] == ["w0", "w1"]
+    assert {worker["tokens_per_s"] for worker in workers} == {0.0}
+
+
+VIEWS = (
+    "status", "workers", "ls", "show math-0000000001", "batch 2", "dead", "metrics", "runs", "export {folder}/groups.jsonl",
+)  # fmt: skip
+STEERS = (
+    *VIEWS, "doctor", "fsck", "pause", "resume", "set max_tries=5", "janitor --once", "requeue math-0000000005 --yes",
+    "drop math-0000000005 --yes", "fence w1 --yes", "fence w0 --yes", "import {folder}/groups.jsonl --task math", "pause", "save {folder}/saved",
+    "REMOVE", "restore {folder}/saved", "status", "resume",
+)  # fmt: skip
+"""In this order; REMOVE removes the run, which nobody uses any more."""
+
+
+@pytest.fixture
+def raw(server: EmbeddedServer, store: Store) -> Iterator[Any]:
+    populate(store)
+    with server.connect() as client:
+        for role in ("viewer", "operator"):
+            client.execute_command("ACL", "SETUSER", *words(acl_line("demo", role, "secret")))
+        yield client
+
+
+@pytest.mark.parametrize(("role", "lines"), [("viewer", VIEWS), ("operator", STEERS)])
+def test_each_command_is_denied_nothing(
+    server: EmbeddedServer, raw: Any, role: str, lines: tuple[str, ...], tmp_path: Path
+) -> None:
+    url = server.url.replace("unix://", f"unix://{user_name('demo', role)}:secret@")
+    raw.acl_log_reset()
+    for line in lines:
+        if line == "REMOVE":
+            raw.sadd("rq:queues:rmq-judge:demo", "rq:queue:rmq-judge:demo")
+            store = Store(url, deadline_s=400.0)
+            remove_run(store, Keys("demo"))
+            store.close()
+            continue
+        done = in_process(*line.format(folder=tmp_path).split(), REDIS_URL=url)
+        assert done.returncode == 0, (line, done.stderr)
+        assert [entry["object"] for entry in raw.acl_log()] == [], line
+
+
+def test_a_viewer_is_told_what_it_cannot_see_or_change(server: EmbeddedServer, raw: Any) -> None:
+    url = server.url.replace("unix://", f"unix://{user_name('demo', 'viewer')}:secret@")
+    assert in_process("fsck", REDIS_URL=url).returncode == 0
+    assert "CONFIG GET is forbidden for this user" in in_process("doctor", REDIS_URL=url).stdout
+    refused = in_process("pause", REDIS_URL=url)
+    assert refused.returncode != 0
+    assert "use the user of a role that may" in refused.stderr

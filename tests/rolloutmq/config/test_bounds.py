@@ -1,5 +1,3 @@
-"""Numbers have bounds, mistakes are reported together, and no value of any key ends in a traceback."""
-
 from __future__ import annotations
 
 import tomllib
@@ -21,50 +19,10 @@ from rolloutmq.config.cross_section_rules import RULES, RULES_OF_TASKS, RULES_OF
 from rolloutmq.config.load import inspect_config, load_config, validate_config
 from tests.thoroughness import examples
 
-WHOLE = """
-[run]
-name = "demo"
-columns = "columns"
-[redis]
-[lease]
-[policy]
-[retention]
-[memory]
-budget_bytes = "500GiB"
-[plan]
-[strategy]
-[launch]
-[tasks.math]
-judge = "exact_match"
-strategy = {}
-judging = {}
-sample = { stops = ["x"], stop_token_ids = [1], structured = { choice = ["a"] } }
-dataset = { kind = "jsonl", path = "x.jsonl" }
-[tasks.sums]
-judge = { a = "exact_match", "*" = { gsm8k = 1.0, "mine:judge" = 0.5 } }
-dataset = { kind = "reasoning_gym", name = "chain_sum", held_out_size = 10 }
-[tasks.sums_eval]
-eval_of = "sums"
-[engine]
-kind = "simulated"
-response_tokens = { shape = "lognormal", median = 3.0 }
-[worker]
-[producer]
-[judges]
-[gateway]
-[trainer]
-[learner]
-allow_truncated_sampling = true
-[learner.loss]
-[critic]
-[tiny_model]
-[warm_start]
-[evaluation]
-"""
+WHOLE = Path(__file__).with_name("bounds.toml").read_text(encoding="utf-8")
 
 
 def numbers(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return every number in a JSON schema, by the place where it stands."""
     if schema.get("type") in ("integer", "number") and not {"const", "enum"} & schema.keys():
         yield where, schema
     if schema.get("anyOf") == TypeAdapter(ByteSize).json_schema()["anyOf"]:
@@ -96,21 +54,13 @@ def test_every_number_has_a_lower_and_an_upper_bound(model: type[Config]) -> Non
 @pytest.mark.parametrize(
     "override",
     [
-        "tasks.math.prompt_repeat_k=100000",
-        "lease.lease_ms=90000000",
-        "producer.slice_size=129",
-        f"plan.steps={2**65}",
-        "learner.betas=[0.9, 1.0]",
-        "trainer.device=tpu",
-        "memory.budget_bytes='-3'",
-        "memory.budget_bytes='9999999TB'",
-        "launch.trainer_gpus=[-1]",
-        "evaluation.groups=1025",
-        "tasks.sums.judge={}",
-        'tasks.sums.judge={"*" = {}}',
+        "tasks.math.prompt_repeat_k=100000", "lease.lease_ms=90000000", "producer.slice_size=129",
+        f"plan.steps={2**65}", "learner.betas=[0.9, 1.0]", "trainer.device=tpu",
+        "memory.budget_bytes='-3'", "memory.budget_bytes='9999999TB'", "launch.trainer_gpus=[-1]",
+        "evaluation.groups=1025", "tasks.sums.judge={}", 'tasks.sums.judge={"*" = {}}',
         'tasks.sums.judge={"*" = {gsm8k = 0.0}}',
     ],
-)
+)  # fmt: skip
 def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) -> None:
     key = override.partition("=")[0].partition(".judge")[0]
     with pytest.raises(ConfigError, match=rf"1 problem\n  {key}"):
@@ -140,14 +90,8 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
     ("overrides", "expected"),
     [
         (["tasks.math.prompt_repeat_k=1"], "prompt_repeat_k = 1 of task math"),
-        (
-            ["tasks.math.prompt_repeat_k=4096", "tasks.math.sample.max_tokens=9000"],
-            "make groups of",
-        ),
-        (
-            ["trainer.advantages=pass_at_k", "tasks.math.prompt_repeat_k=4"],
-            "every advantage would be 0",
-        ),
+        (["tasks.math.prompt_repeat_k=4096", "tasks.math.sample.max_tokens=9000"], "make groups of"),
+        (["trainer.advantages=pass_at_k", "tasks.math.prompt_repeat_k=4"], "every advantage would be 0"),
         (["trainer.advantages=gdpo", "trainer.reward_weights={a=0.0}"], "reward_weights are all 0"),
         (
             ["trainer.advantages=pass_at_k", "trainer.overlong_buffer_tokens=64"],
@@ -202,7 +146,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
         (["memory.budget_bytes='8 gigs'"], "expected a number of bytes"),
         (["run.name=\udc80"], "not a text in UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_values_that_do_not_fit_together_are_refused(
     tmp_path: Path, overrides: list[str], expected: str
 ) -> None:
@@ -272,7 +216,6 @@ ANYTHING = st.recursive(
 
 
 def key_paths() -> list[tuple[str, ...]]:
-    """Return the path of every key of every section in WHOLE, and of the sections themselves."""
     schema = Config.model_json_schema()
     found: list[tuple[str, ...]] = []
 

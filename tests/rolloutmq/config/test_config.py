@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from buffer.config.assignments import parse_settings
+from buffer.config.removed import COMMANDS, SETTINGS
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section, meanings
 from buffer.errors import ConfigError
@@ -14,22 +17,9 @@ from buffer.run.settings import LiveSettings
 from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
-from rolloutmq.config.load import load_config
+from rolloutmq.config.load import load_config, validate_config
 
-GOOD = """
-[run]
-name = "demo"
-
-[tasks.math]
-judge = "reasoning_gym"
-prompt_repeat_k = 4
-[tasks.math.sample]
-max_tokens = 64
-[tasks.math.dataset]
-kind = "reasoning_gym"
-name = "chain_sum"
-held_out_size = 500
-"""
+GOOD = Path(__file__).with_name("config.toml").read_text(encoding="utf-8")
 HELD_OUT = '[tasks.math_eval]\neval_of = "math"\n'
 
 
@@ -79,25 +69,16 @@ def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
         ("[run]\nname = 'x'\nsede = 1\n", "run.sede: unknown key; did you mean `seed`?"),
         ("[run]\nname = 'x'\nlease_ms = 1\n", "run.lease_ms: unknown key; it belongs in [lease]"),
         ("[run]\nname = 'x'\n[polcy]\n", "polcy: unknown key; did you mean `policy`?"),
-        (
-            "[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n",
-            "tasks.a.dataset.pth: unknown key; did you mean `path`?",
-        ),
+        ("[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n", "tasks.a.dataset.pth: unknown key; did you mean `path`?"),
         (
             "[engine]\nkind = 'simulated'\nomp_threads = 1\n",
             'it belongs to kind = "vllm", and engine has kind = "simulated": remove it, '
             "or replace the section: --set 'engine={kind=\"simulated\"}'",
         ),
         ("[tasks.a.dataset]\nkind = 'jsonl'\n", "tasks.a.dataset.path: missing"),
-        (
-            "[tasks.a.dataset]\nkind = 'csv'\n",
-            "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',",
-        ),
+        ("[tasks.a.dataset]\nkind = 'csv'\n", "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',"),
         ("[tasks.a.dataset]\npath = 'x'\n", "tasks.a.dataset.kind: missing"),
-        (
-            "[tasks.a]\njudge = 'reasoning_gim'\n",
-            'tasks.a.judge = "reasoning_gim": expected reasoning_gym,',
-        ),
+        ("[tasks.a]\njudge = 'reasoning_gim'\n", 'tasks.a.judge = "reasoning_gim": expected reasoning_gym,'),
         ("[tasks.'a b']\n", 'tasks."a b"'),
         ("[run]\nname = '../x'\n", 'run.name = "../x": expected letters'),
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
@@ -111,7 +92,7 @@ def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
         ("[strategy]\nenable_partial_rollout = 1\n", "expected a valid boolean"),
         ('[run]\nname "demo"\n', 'line 2: name "demo"'),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_named_with_what_would_be_right(tmp_path: Path, text: str, told: str) -> None:
     assert told in problems(tmp_path, text)
 
@@ -198,11 +179,7 @@ def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None
     )
     changes = ("policy.order=fifo", "retention.policy=export", "retention.batches=3")
     limits = load_config(path, changes).limits()
-    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
-        "fifo",
-        3,
-        True,
-    )
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == ("fifo", 3, True)
     assert RunLimits.from_meta(dict(batched(limits.to_meta()))) == limits
 
 
@@ -305,3 +282,25 @@ def test_keys_that_are_lists_are_read_beside_an_attached_section(tmp_path: Path)
         tmp_path, GOOD, "gateway.port=80", "launch.workers=2"
     )
     assert "gateway.hosts: unknown" in problems(tmp_path, GOOD, "gateway.hosts=x")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_removed_setting_is_refused_with_what_to_use_instead(setting: str) -> None:
+    key, _, value = setting.partition(" = ")
+    tree: dict[str, object] = {"run": {"name": "old"}, "tasks": {}}
+    node = tree
+    *sections, last = key.replace("*", "math").split(".")
+    for section in sections:
+        node = node.setdefault(section, {})  # type: ignore[assignment]
+    node[last] = value.strip('"') or "anything"
+    with pytest.raises(ConfigError) as error:
+        validate_config(tree, "old.toml")
+    assert f"{key.replace('*', 'math')}: {SETTINGS[setting]}" in error.value.message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_removed_command_is_refused_with_what_to_use_instead(command: str) -> None:
+    call = [sys.executable, "-m", "rolloutmq", *command.split()]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert COMMANDS[command] in " ".join(done.stderr.split())

@@ -1,5 +1,3 @@
-"""Every example in configs/ is right to the last key."""
-
 from __future__ import annotations
 
 import re

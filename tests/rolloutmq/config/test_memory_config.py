@@ -13,25 +13,7 @@ from buffer.errors import ConfigError
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 
-TEXT = """
-[run]
-name = "demo"
-[plan]
-batch_size = 100
-[trainer]
-checkpoint_every_steps = 5
-keep_checkpoints = 2
-[memory]
-budget_bytes = "1GiB"
-[tasks.math]
-judge = "reasoning_gym"
-prompt_repeat_k = 8
-[tasks.math.sample]
-max_tokens = 2048
-[tasks.math.dataset]
-kind = "reasoning_gym"
-name = "chain_sum"
-"""
+TEXT = Path(__file__).with_name("memory_config.toml").read_text(encoding="utf-8")
 
 
 def load(folder: Path, *overrides: str) -> Config:
@@ -43,14 +25,10 @@ def load(folder: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("512", 512),
-        ("8GiB", 8 * 2**30),
-        ("1.5 MiB", 3 * 2**19),
-        ("500MB", 500_000_000),
-        ("2TB", 2 * 10**12),
-        (" 7 B ", 7),
+        ("512", 512), ("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19), ("500MB", 500_000_000),
+        ("2TB", 2 * 10**12), (" 7 B ", 7),
     ],
-)
+)  # fmt: skip
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert MemorySection.model_validate({"budget_bytes": text}).budget_bytes == size
 

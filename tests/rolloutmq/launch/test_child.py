@@ -1,5 +1,3 @@
-"""A process that ends is reported with the error of its log."""
-
 from __future__ import annotations
 
 import array

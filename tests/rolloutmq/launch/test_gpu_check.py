@@ -13,21 +13,13 @@ from tests.rolloutmq.launch import small_check
 from tests.warm_process import run_in_warm_process
 
 SMALL = [
-    "tiny_model.hidden=64",
-    "tiny_model.layers=2",
-    "tiny_model.heads=2",
-    "tiny_model.kv_heads=1",
-    "tiny_model.head_dim=32",
-    "tiny_model.intermediate=64",
-    "tiny_model.vocab_size=512",
-]
+    "tiny_model.hidden=64", "tiny_model.layers=2", "tiny_model.heads=2", "tiny_model.kv_heads=1",
+    "tiny_model.head_dim=32", "tiny_model.intermediate=64", "tiny_model.vocab_size=512",
+]  # fmt: skip
 QUICK = [
-    "plan.batch_size=2",
-    "tasks.check.sample.max_tokens=16",
-    "engine.kv_cache_memory_bytes=67108864",
-    "engine.omp_threads=1",
-    "learner.learning_rate=1e-3",
-]
+    "plan.batch_size=2", "tasks.check.sample.max_tokens=16",
+    "engine.kv_cache_memory_bytes=67108864", "engine.omp_threads=1", "learner.learning_rate=1e-3",
+]  # fmt: skip
 
 
 def test_gpu_check_says_plainly_that_there_is_no_gpu() -> None:

@@ -21,20 +21,7 @@ from tests.consumer.grpo.models.tiny import build_model
 from tests.fake_hub import FakeHub, fake_hub
 from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
 
-CONFIG = """
-run.name = "far"
-policy.model = "qwen/tiny"
-plan = { steps = 2, batch_size = 2 }
-engine.kind = "simulated"
-launch.workers = 1
-
-[tasks.sums]
-judge = "exact_match"
-sample.max_tokens = 8
-dataset = { kind = "hugging_face", path = "openai/sums", subset = "main", split = "train", fields = { question = "problem" } }
-teachers.big.model = "qwen/big"
-[learner.distillation]
-"""
+CONFIG = Path(__file__).with_name("hub_run.toml").read_text(encoding="utf-8")
 CARD = b"""---
 configs:
 - config_name: main

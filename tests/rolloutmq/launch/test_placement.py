@@ -1,5 +1,3 @@
-"""Which process gets which GPU, case by case. Needs none."""
-
 from __future__ import annotations
 
 import pytest
@@ -22,17 +20,11 @@ CASES = [
     ({"workers": 7}, 8, 1, [0], [[1], [2], [3], [4], [5], [6], [7]]),
     ({"workers": 2}, 8, 1, [0], [[1], [2]]),
     ({"workers": 3}, 8, 2, [0], [[1, 2], [3, 4], [5, 6]]),
-    (
-        {"workers": 1, "trainer_gpus": [6, 7], "worker_gpus": [0, 1, 2, 3]},
-        8,
-        4,
-        [6, 7],
-        [[0, 1, 2, 3]],
-    ),
+    ({"workers": 1, "trainer_gpus": [6, 7], "worker_gpus": [0, 1, 2, 3]}, 8, 4, [6, 7], [[0, 1, 2, 3]]),
     ({"workers": 2, "trainer_gpus": [4], "worker_gpus": [7, 6, 5, 3]}, 8, 2, [4], [[7, 6], [5, 3]]),
     ({"workers": 2, "colocated": True}, 8, 4, [0], [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ({"workers": 3, "colocated": True, "worker_gpus": [0, 1]}, 2, 2, [0], [[0, 1], [0, 1], [0, 1]]),
-]
+]  # fmt: skip
 
 ERRORS = [
     ({"workers": 1, "trainer_gpus": [0]}, 0, 1, "this machine has none"),

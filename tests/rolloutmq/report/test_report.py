@@ -56,17 +56,12 @@ def run_folder(tmp_path: Path) -> Path:
                 "staleness": 0,
                 "members": [
                     {
-                        "index": 0,
-                        "status": "completed",
-                        "finish_reason": "stop",
-                        "response": HOSTILE,
-                        "tokens": 3,
-                        "spans": [],
-                        "reward": {"score": 1.0},
+                        "index": 0, "status": "completed", "finish_reason": "stop",
+                        "response": HOSTILE, "tokens": 3, "spans": [], "reward": {"score": 1.0},
                         "error": "",
                     }
                 ],
-            }
+            }  # fmt: skip
             samples.write(orjson.dumps(sample) + b"\n")
     return folder
 

@@ -1,5 +1,3 @@
-"""The live view: 80 columns, everything on it, red only where a person must act."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +14,7 @@ from rolloutmq.views.history import TRAINER, WORKERS, History
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
 from rolloutmq.views.screen import LiveNotes, live_screen, one_line, watch
-from tests.rolloutmq.populate import Scene, write_steps
+from tests.rolloutmq.populate import Scene
 
 
 def drawn(
@@ -28,32 +26,6 @@ def drawn(
     screen = Console(file=io.StringIO(), width=80, highlight=False, markup=False, **settings)  # type: ignore[arg-type]
     screen.print(live_screen(snap, history or History(), notes or LiveNotes()))
     return screen.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> None:
-    write_steps(tmp_path, [(step, "l1", [f"math-{step:010d}"]) for step in range(1, 9)])
-    history = History(tmp_path)
-    snap = read_run_view(scene.run)
-    history.observe(snap)
-    text = drawn(snap, history, LiveNotes(lines=["phase 3 of 4: training"]))
-    for words in ("step 2 of 100", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
-                  "adds up", "trainer waits for groups", "committed"):  # fmt: skip
-        assert words in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None:
-    notes = LiveNotes(started_s={"w0": 30.0, "worker-7": 12.4})
-    snap = read_run_view(scene.run)
-    for text in (drawn(snap, notes=notes), one_line(snap, History(), notes)):
-        assert "worker-7 loads its engine, 12 s" in text
-        assert "w0 loads" not in text
-
-
-def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
-    store.client.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
-    text = drawn(read_run_view(scene.run), force_terminal=True, color_system="standard")
-    assert "\x1b[1;31mTHE ACCOUNT DOES NOT ADD UP" in text
 
 
 def test_snapshot_costs_the_same_whatever_the_pools_hold(store: Store) -> None:

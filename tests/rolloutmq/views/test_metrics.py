@@ -1,5 +1,3 @@
-"""What Prometheus is told: true numbers of a real run, over a real HTTP server."""
-
 from __future__ import annotations
 
 import http.client

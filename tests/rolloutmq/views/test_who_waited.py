@@ -1,5 +1,3 @@
-"""Who waited for whom, from the events of a real run and the trainer's log."""
-
 from __future__ import annotations
 
 import time

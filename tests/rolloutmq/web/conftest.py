@@ -78,7 +78,6 @@ def serving(run_dir: Path, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    """One browser for all tests."""
     browser = shutil.which("chromium")
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:

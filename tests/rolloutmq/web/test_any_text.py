@@ -1,5 +1,3 @@
-"""A group can be read whatever its texts are: none keeps the others from it, and none hides a part of itself."""
-
 from __future__ import annotations
 
 import shutil

@@ -47,7 +47,6 @@ Promise.allSettled(asked).then((ends) => {{ document.title = "tried " + ends.map
 
 @pytest.fixture
 def elsewhere(address: str) -> Iterator[str]:
-    """The address of that page."""
     ours, _, token = address.partition("/#token=")
     page = ELSEWHERE.format(ours=ours, token=token).encode()
 
@@ -82,15 +81,9 @@ def test_no_text_of_a_worker_is_read_as_html_on_any_view(
     scene.write_as("w0", job, group.states)
     forge(scene, EVIL)
     views = (
-        "run",
-        "groups",
-        f"groups/{job.gid}",
-        "groups/math-0000000003",
-        "workers",
-        "dead",
-        "control",
-        "events",
-    )
+        "run", "groups", f"groups/{job.gid}", "groups/math-0000000003", "workers", "dead",
+        "control", "events",
+    )  # fmt: skip
     go(chromium, address, "run")
     for view in views:
         turn(chromium, view)

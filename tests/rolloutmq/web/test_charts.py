@@ -1,29 +1,19 @@
-"""Charts in a browser: they grow as the trainer logs, of several runs, in both themes."""
-
 from __future__ import annotations
 
 from pathlib import Path
 
 import orjson
 import pytest
-from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import Select, WebDriverWait
+from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.redis.server.embedded import EmbeddedServer
-from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 
 VIEWS = (
-    "run",
-    "groups",
-    "groups/math-0000000003",
-    "workers",
-    "workers/w0",
-    "dead",
-    "control",
-    "events",
-)
+    "run", "groups", "groups/math-0000000003", "workers", "workers/w0", "dead", "control", "events",
+)  # fmt: skip
 
 
 def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str = "l1") -> None:
@@ -32,19 +22,13 @@ def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str =
     with (folder / "steps.jsonl").open("ab") as log:
         for step, reward in enumerate(rewards, first):
             metrics = {
-                "rewards/mean": reward,
-                "rewards/std": 0.1,
-                "time/step_s": 2.0,
-                "time/wait_s": 0.5,
+                "rewards/mean": reward, "rewards/std": 0.1, "time/step_s": 2.0, "time/wait_s": 0.5,
                 "own/metric": reward,
-            }
+            }  # fmt: skip
             line = {
-                "step": step,
-                "lineage": lineage,
-                "gids": [],
-                "ended_s": 1.8e9 + 60 * step,
+                "step": step, "lineage": lineage, "gids": [], "ended_s": 1.8e9 + 60 * step,
                 "metrics": metrics,
-            }
+            }  # fmt: skip
             log.write(orjson.dumps(line) + b"\n")
 
 
@@ -89,14 +73,6 @@ return ["reward", "parts"].map(
 """
 
 
-def drag(chromium: Chrome, chart: str) -> None:
-    """Select the middle of a chart with the mouse."""
-    plot = chromium.find_element(By.CSS_SELECTOR, f"[data-chart={chart}] .u-over")
-    quarter = plot.size["width"] // 4
-    moves = ActionChains(chromium).move_to_element_with_offset(plot, -quarter, 0)
-    moves.click_and_hold().move_by_offset(2 * quarter, 0).release().perform()
-
-
 def test_curves_grow_with_the_trainers_log_and_follow_a_restart(
     chromium: Chrome, address: str, steps: Path
 ) -> None:
@@ -116,67 +92,6 @@ def test_curves_grow_with_the_trainers_log_and_follow_a_restart(
     # a metric that no chart knows is among the others
     chromium.find_element(By.XPATH, "//summary[text()='All other metrics']").click()
     until(chromium, "own/metric")
-
-
-@pytest.mark.slow
-def test_several_runs_are_overlaid_smoothed_and_hidden(
-    chromium: Chrome, address: str, steps: Path, shots: Path
-) -> None:
-    log_steps(steps.parent / "other", [0.9, 0.8, 0.6, 0.5])
-    go(chromium, address, "run")
-    until_legend(chromium, "reward", "mean 0.3")
-    chromium.find_element(By.XPATH, "//summary[text()='Compare runs']").click()
-    chromium.find_element(By.XPATH, "//label[contains(., 'other')]/input").click()
-    until_legend(chromium, "reward", "other 0.5")
-    assert f"{steps.name} 0.3" in legend(chromium, "reward")
-    entry = chromium.find_element(
-        By.XPATH, "//figure[@data-chart='reward']//button[contains(., 'other')]"
-    )
-    entry.send_keys(Keys.ENTER)
-    assert entry.get_attribute("aria-pressed") == "false"
-    label = chromium.find_element(By.CSS_SELECTOR, "[data-chart=reward] .plot").get_attribute(
-        "aria-label"
-    )
-    assert "other" not in str(label)
-    slider = chromium.find_element(By.CSS_SELECTOR, "[aria-label=Smoothing]")
-    slider.send_keys(Keys.END)
-    # nearly the mean of all three values
-    until_legend(chromium, "reward", f"{steps.name} 0.201")
-    Select(
-        chromium.find_element(By.CSS_SELECTOR, "[aria-label='Horizontal axis']")
-    ).select_by_value("minutes")
-    chromium.save_screenshot(str(shots / "compare.png"))
-
-
-@pytest.mark.slow
-def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
-    chromium: Chrome, address: str, steps: Path
-) -> None:
-    log_steps(steps, [0.5] * 2300, first=4)
-    go(chromium, address, "run")
-    until_legend(chromium, "parts", "wait")
-    until_legend(chromium, "reward", "mean 0.5")
-    reset = chromium.find_element(By.ID, "reset-zoom")
-    assert not reset.is_displayed()
-
-    def is_zoomed(browser: Chrome) -> bool:
-        drag(browser, "reward")  # again where the page moved under the mouse
-        return reset.is_displayed()
-
-    WebDriverWait(chromium, PATIENCE_S).until(is_zoomed)
-    plot = chromium.find_element(By.CSS_SELECTOR, "[data-chart=reward] .plot")
-
-    # the run was thinned out, but what is zoomed is not; the cursor is the same in every chart
-    def moves_by_one_step(browser: Chrome) -> bool:
-        before, _ = cursors(browser)
-        plot.send_keys(Keys.ARROW_RIGHT)
-        after, other = cursors(browser)
-        steps = [int(words[5:]) for words in (before, after) if words.startswith("step ")]
-        return after == other and len(steps) == 2 and steps[1] == steps[0] + 1
-
-    WebDriverWait(chromium, PATIENCE_S).until(moves_by_one_step)
-    reset.click()
-    assert not reset.is_displayed()
 
 
 def errors(chromium: Chrome) -> list[str]:
@@ -208,17 +123,3 @@ def test_no_view_makes_the_browser_complain_and_all_controls_have_names(
         assert [role for role, name in found if not name] == ["main"], (view, found)
         assert len(chromium.find_elements(By.CSS_SELECTOR, "h1, main, nav")) == 3
         assert errors(chromium) == [], view
-
-
-@pytest.mark.slow
-def test_what_is_focused_and_open_stays_while_numbers_change(
-    chromium: Chrome, address: str, steps: Path, scene: Scene
-) -> None:
-    go(chromium, address, "workers")
-    until(chromium, "w0")
-    link = chromium.find_element(By.LINK_TEXT, "w0")
-    chromium.execute_script("arguments[0].focus()", link)
-    scene.beat("w0", ack=1, judging=3)
-    row = "//tr[contains(., 'w0')]/td[8]"
-    WebDriverWait(chromium, PATIENCE_S).until(lambda b: b.find_element(By.XPATH, row).text == "3")
-    assert chromium.switch_to.active_element == link

@@ -1,5 +1,3 @@
-"""What an operator does in a browser: pause with a question, settings, dead letters by cause."""
-
 from __future__ import annotations
 
 import http.client

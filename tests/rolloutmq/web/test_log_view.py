@@ -1,5 +1,3 @@
-"""The logs of a run in a browser: filtered, followed, and with a group's lines beside them."""
-
 from __future__ import annotations
 
 import http.client
@@ -65,13 +63,10 @@ def test_lines_are_filtered_followed_and_of_one_group(
 @pytest.mark.parametrize(
     ("query", "status"),
     [
-        ("lines=0", 400),
-        ("lines=x", 400),
-        (f"lines={'1' * 5000}", 400),
-        ("level=loud", 400),
+        ("lines=0", 400), ("lines=x", 400), (f"lines={'1' * 5000}", 400), ("level=loud", 400),
         (f"about={'1' * 5000}", 200),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_filter_is_refused(address: str, logs: Path, query: str, status: int) -> None:
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=400)
     connection.request("GET", f"/api/logs?{query}", headers={"Authorization": "Bearer secret"})

@@ -10,7 +10,7 @@ from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.expected_conditions import presence_of_element_located
-from selenium.webdriver.support.ui import Select, WebDriverWait
+from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.ids import group_id
 from tests.rolloutmq.populate import Scene
@@ -99,29 +99,3 @@ def test_a_group_offers_what_may_be_done_with_it(
         until(chromium, words)
         shown = [button.text for button in chromium.find_elements(By.CSS_SELECTOR, "main button")]
         assert [text for text in shown if text in ("Requeue…", "Drop…")] == buttons, stage
-
-
-def test_a_rollout_with_its_tokens(
-    chromium: Chrome, address: str, scene: Scene, shots: Path
-) -> None:
-    go(chromium, address, "groups/math-0000000003?view=tokens")
-    until(chromium, "What is 1 + 1?")
-    tokens = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
-    assert [token.text for token in tokens] == ["5", "6", "7"] * 2
-    assert [token.get_attribute("class") for token in tokens[:3]] == ["v0", "v0", "v1"]
-    for colour, classes in (
-        ("logprob", {"p3"}),
-        ("advantage", {"plus", "minus"}),
-        ("mask", {"trained"}),
-    ):
-        Select(chromium.find_element(By.ID, "colour")).select_by_value(colour)
-        until(
-            chromium,
-            {"logprob": "likely", "advantage": "worse", "mask": "not trained"}[colour],
-            "#key",
-        )
-        assert {
-            t.get_attribute("class")
-            for t in chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
-        } == classes
-    chromium.save_screenshot(str(shots / "rollout.png"))

@@ -120,41 +120,6 @@ def test_a_freed_step_is_read_with_keys_alone(
     until(chromium, "It was worst.")
 
 
-@pytest.mark.slow
-def test_groups_by_outcome_and_their_neighbours_by_key(
-    chromium: Chrome, address: str, scene: Scene, folder: Path
-) -> None:
-    cut = scene.claim("w1", 1)[0]
-    scene.submit("w1", cut, finish="length")
-    go(chromium, address, "groups")
-    for outcome, found, words in (
-        ("dead", 1, "the judge said no"),
-        ("filtered", 1, "math-0000000006"),
-        ("aborted", 1, "What is 1 + 1?"),
-        ("truncated", 1, cut.gid),
-        ("expired", 0, "no group matches"),
-        ("completed", 3, "It is ⟨U+001B⟩[31mred"),
-    ):
-        turn(chromium, f"groups?outcome={outcome}")
-        count(chromium, found)
-        until(chromium, words)
-    gids = [row.find_element(By.TAG_NAME, "a").text for row in count(chromium, 3)]
-    press(chromium, "j", Keys.ENTER)
-    until(chromium, "1 of 3")
-    press(chromium, "v", "]")
-    until(chromium, "2 of 3")
-    assert address_of(chromium) == (f"#/groups/{gids[1]}", {"view": "text"})
-    press(chromium, "[")
-    until(chromium, "1 of 3")
-    turn(chromium, "groups?outcome=dead")
-    Select(chromium.find_element(By.NAME, "cause")).select_by_index(1)
-    assert "ValueError" in address_of(chromium)[1]["cause"]
-    count(chromium, 1)
-    write_samples(scene, folder)
-    turn(chromium, "groups?why=worst")
-    assert "It was worst." in count(chromium, 1)[0].text
-
-
 HOSTILE = [
     "<img src=x onerror=window.owned=1><script>window.owned=1</script>",
     "[a](javascript:window.owned=1) ![b](https://evil.example/x.png) <https://evil.example>",

@@ -1,5 +1,3 @@
-"""Tables of curves: in constant memory, without losing a spike, and the same in parts as whole."""
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -125,7 +125,6 @@ def look(run: Run) -> None:
 
 
 def steer(site: Site, dead: str) -> None:
-    """Do what an operator does."""
     run = site.acting("operator").run
     run.control.set_mode("operator", Mode.DRAIN)
     run.control.set_mode("operator", Mode.RUN)

@@ -67,12 +67,8 @@ FOREIGN = (
 """Keys of other applications, and of none."""
 
 CHANNELS = (
-    "rq:pubsub:host.1",
-    "__keyevent@0__:set",
-    "news",
-    "rq:pubsub:rmq-judge",
-    "rmq:{demo}:control",
-)
+    "rq:pubsub:host.1", "__keyevent@0__:set", "news", "rq:pubsub:rmq-judge", "rmq:{demo}:control",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
@@ -122,7 +118,6 @@ def dry(raw: Any, tries: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def allowed(raw: Any, role: str, shapes: dict[str, tuple[int, int, int, int]]) -> set[str]:
-    """Return the commands that a role may run, on whatever keys."""
     tries = [
         (user_name(OURS, role), [*name.split("|"), *["1"] * (abs(arity) - len(name.split("|")))])
         for name, (arity, *_) in shapes.items()

@@ -1,5 +1,3 @@
-"""The check against real servers, each with one setting that is wrong."""
-
 from __future__ import annotations
 
 import socket
@@ -14,9 +12,12 @@ import redis
 from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
 from buffer.redis.errors import describe_connection_error
 from buffer.redis.retry import is_transient
-from buffer.redis.server.check import ServerFinding, check_server, require_safe
+from buffer.redis.server.check import ServerFinding, check_server, require_all_safe, require_safe
+from buffer.redis.store import Store
 from buffer.redis.url import open_client
+from tests.buffer.scene import Scene
 from tests.servers import SAFE, Server, raw_client, start_redis
+from tests.tls import Authority, start_tls_redis
 
 
 def bad(findings: list[ServerFinding]) -> list[tuple[str, str]]:
@@ -118,13 +119,10 @@ class OldServer(redis.Redis):
         ({"redis_version": "7.0.0"}, None),
         ({"redis_version": "8.2.1"}, None),
         ({"redis_version": "7.2.4", "valkey_version": "7.2.4", "server_name": "valkey"}, None),
-        (
-            {"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "7.0.9"},
-            "Valkey 7.0.9 is too old",
-        ),
+        ({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "7.0.9"}, "Valkey 7.0.9 is too old"),
         ({"redis_version": "10.0.0"}, None),
     ],
-)
+)  # fmt: skip
 def test_versions_are_told_apart(info: dict[str, str], what: str | None) -> None:
     assert bad(check_server(OldServer(**info))) == ([("error", what)] if what else [])
 
@@ -212,3 +210,56 @@ def test_memory_of_a_process_holds_no_run_of_others() -> None:
         pytest.raises(StoreUnsafe, match="memory of one process"),
     ):
         require_safe(client, allow_unsafe=True)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    made = Authority(tmp_path_factory.mktemp("tls") / "ours")
+    for name in ("server", "client"):
+        made.issue(name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with start_tls_redis(tmp_path_factory.mktemp("server"), authority) as number:
+        yield number
+
+
+def test_a_run_goes_over_tls_with_a_client_certificate(
+    authority: Authority, port: int, run_name: str
+) -> None:
+    url = authority.url(port, "client")
+    store = Store(url, deadline_s=400.0)
+    require_all_safe(store.servers)
+    with raw_client(url) as raw:
+        scene = Scene(store, raw, run_name)
+        scene.open_trainer()
+        scene.enqueue(2)
+        for job in scene.claim(2):
+            scene.submit(job)
+        assert len(scene.take(1, math=2).entries) == 2
+        scene.check()
+    store.close()
+
+
+def test_who_has_no_certificate_or_a_foreign_one_is_refused(
+    authority: Authority, port: int, tmp_path: Path
+) -> None:
+    foreign = Authority(tmp_path / "foreign")
+    foreign.issue("client")
+    folder = foreign.folder
+    other = f"&ssl_certfile={folder / 'client'}.crt&ssl_keyfile={folder / 'client'}.key"
+    for url in (authority.url(port), authority.url(port) + other, foreign.url(port, "client")):
+        store = Store(url, deadline_s=0.0)
+        with pytest.raises(StoreError):
+            store.retrying("ping", store.client.ping)
+        store.close()
+    with (
+        raw_client(foreign.url(port, "client")) as client,
+        pytest.raises(redis.ConnectionError) as refused,
+    ):
+        client.ping()
+    assert "TLS with the server failed" in str(
+        describe_connection_error(authority.url(port), refused.value)
+    )

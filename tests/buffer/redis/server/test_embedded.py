@@ -1,5 +1,3 @@
-"""The embedded server with real processes: adopted, killed, restarted, and never two in one folder."""
-
 from __future__ import annotations
 
 import os
@@ -194,15 +192,10 @@ class Reader:
 @pytest.mark.parametrize(
     "history",
     [
-        "a+ b+ a- b-",
-        "a+ own a- leave",
-        "own a+ leave b+ a- b-",
-        "own a+ a- leave",
-        "a+ a! b+ b-",
-        "a+ a! own b+ b- b+ leave b-",
-        "own a+ leave own a- leave",
+        "a+ b+ a- b-", "a+ own a- leave", "own a+ leave b+ a- b-", "own a+ a- leave", "a+ a! b+ b-",
+        "a+ a! own b+ b- b+ leave b-", "own a+ leave own a- leave",
     ],
-)
+)  # fmt: skip
 def test_a_server_ends_with_its_last_reader_unless_it_has_an_owner(
     embedded: EmbeddedServer, history: str
 ) -> None:

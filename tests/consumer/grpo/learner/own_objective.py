@@ -36,7 +36,6 @@ def counts(columns: TokenColumns, config: LossConfig) -> Surrogate:
 
 
 def by_token(groups: Sequence[GroupRewards]) -> list[Any]:
-    """Return the token rewards as advantages."""
     return [np.nan_to_num(group.tokens["token_rewards"]) for group in groups]
 
 

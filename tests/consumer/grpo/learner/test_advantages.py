@@ -1,5 +1,3 @@
-"""Advantages against a literal transcription of the papers' formulas."""
-
 from __future__ import annotations
 
 from itertools import combinations
@@ -236,7 +234,6 @@ ROLES = st.lists(st.sampled_from(["", "proposer", "solver"]), min_size=1, max_si
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 @given(st.lists(ROLES, min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_rewards_are_compared_within_a_role(name: str, roles: list[list[str]], dice: Any) -> None:
-    """A batch with roles is one batch for each role."""
     groups = []
     for group in roles:
         lengths = [dice.randint(1, 4) for _ in group]

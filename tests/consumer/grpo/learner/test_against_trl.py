@@ -88,7 +88,6 @@ def correction(trl: Any, table: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def theirs(trl: Any, table: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """TRL's loss and its gradient with respect to the logprobs."""
     logprobs = table["logprobs"].clone().requires_grad_()
     trl.columns = logprobs, table["entropy"]
     ones = torch.ones(len(LENGTHS), 1, dtype=torch.long)
@@ -168,10 +167,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "dapo", "_entropy_bonus_enabled": True, "entropy_coef": 0.1},
         {"entropy_coef": 0.1},
     ),
-    "token truncate": (
-        {"loss_type": "dapo", **TIS},
-        {"importance_cap": 1.5},
-    ),
+    "token truncate": ({"loss_type": "dapo", **TIS}, {"importance_cap": 1.5}),
     "token mask": (
         {"loss_type": "dapo", **TIS, "vllm_importance_sampling_mode": "token_mask"},
         {"importance_cap": 1.5, "importance_mode": "mask"},
@@ -187,19 +183,12 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 PLAIN = {
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.28,
-    "beta": 0.0,
-    "importance_sampling_level": "token",
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_clip_min": None,
-    "_entropy_bonus_enabled": False,
-    "off_policy_mask_threshold": None,
-    "use_adaptive_entropy": False,
-    "current_gradient_accumulation_steps": 1,
-    "max_completion_length": LONGEST,
-}
+    "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0, "importance_sampling_level": "token",
+    "use_vllm": False, "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_clip_min": None, "_entropy_bonus_enabled": False,
+    "off_policy_mask_threshold": None, "use_adaptive_entropy": False,
+    "current_gradient_accumulation_steps": 1, "max_completion_length": LONGEST,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -1,5 +1,3 @@
-"""One altered token of one group: it is quarantined and replaced, and the run ends as it should."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -62,7 +60,6 @@ def alter(monkeypatch: pytest.MonkeyPatch, column: str, value: float, mask: int 
 
 
 def check_end(run: Run, config: Config, *, is_trained: bool) -> None:
-    """Check that every step has its groups, each of them once, and the altered one or not."""
     steps = history(config).steps
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
     assert [len(step.gids) for step in steps] == [GROUPS] * STEPS

@@ -1,5 +1,3 @@
-"""What a trainer leaves out: logged, counted, and nothing else is moved."""
-
 from __future__ import annotations
 
 import logging
@@ -66,12 +64,9 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
     expected = clean.fit(good)
     counts = {name: metrics.pop(name) for name in list(metrics) if name.startswith("filtered/")}
     assert {name: value for name, value in counts.items() if value} == {
-        "filtered/not_completed": 1,
-        "filtered/missing_reward": 1,
-        "filtered/length_mismatch": 1,
-        "filtered/no_prompt": 1,
-        "filtered/multimodal": 1,
-    }
+        "filtered/not_completed": 1, "filtered/missing_reward": 1, "filtered/length_mismatch": 1,
+        "filtered/no_prompt": 1, "filtered/multimodal": 1,
+    }  # fmt: skip
     assert metrics == {
         name: value for name, value in expected.items() if not name.startswith("filtered/")
     }

@@ -1,5 +1,3 @@
-"""A learner in bfloat16: what stays float32, how far its numbers move, and exact resumes."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Distillation against dense distributions in float64, and in whole train steps of a tiny model."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -223,7 +221,6 @@ def make_controller(model_dir: Path, advantages: str = "grpo", **options: Any) -
 
 
 def batch_of(*groups: RolloutGroup, score: float | None = None) -> list[RolloutGroup]:
-    """Return groups whose rollouts have this score, or none."""
     made = []
     for group in groups:
         states = group.states
@@ -241,7 +238,6 @@ def sampled_logprobs(learner: Policy, group: RolloutGroup) -> NDArray[np.float32
 
 
 def sampled_by(model_dir: Path, group: RolloutGroup) -> RolloutGroup:
-    """Return the group with the logprobs of the model, as if it had sampled the tokens."""
     group.columns["logprobs"] = sampled_logprobs(make_controller(model_dir).policy, group)
     return group
 

@@ -1,5 +1,3 @@
-"""The learner: the loss does not depend on how a batch is cut, and a resume is exact."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -313,12 +311,6 @@ def test_an_objective_that_returns_no_loss_for_each_token_is_named(
         train_step(learner, *make_batch(1))
 
 
-@pytest.mark.parametrize("objective", ["reinforce", "a b:c"])
-def test_an_objective_without_a_file_is_refused(objective: str) -> None:
-    with pytest.raises(ValueError, match="objective"):
-        LossConfig(objective=objective)
-
-
 def test_a_learner_refuses_an_objective_that_its_module_does_not_have(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="missing"):
         make_learner(model_dir, loss={"objective": f"{OWN}:missing"})
@@ -368,8 +360,3 @@ def test_save_weights_writes_what_load_model_reads(model_dir: Path, tmp_path: Pa
     learner.policy.save_weights(tmp_path)
     loaded = dict(load_model(tmp_path).named_parameters())
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights(learner).items())
-
-
-def test_learner_names_the_folder_when_it_is_not_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json"):
-        make_learner(tmp_path)

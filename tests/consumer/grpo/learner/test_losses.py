@@ -1,5 +1,3 @@
-"""The losses against token-by-token transcriptions of the papers in plain Python floats."""
-
 from __future__ import annotations
 
 import math
@@ -24,11 +22,7 @@ LENGTHS = [3, 1, 5, 2]
 
 
 def make_columns(
-    seed: int = 0,
-    *,
-    with_reference: bool = True,
-    spread: float = 2.0,
-    old_is_rollout: bool = False,
+    seed: int = 0, *, with_reference: bool = True, spread: float = 2.0, old_is_rollout: bool = False
 ) -> TokenColumns:
     """Columns of four samples, one of them of one token; some tokens are masked."""
     draw = np.random.default_rng(seed)
@@ -167,12 +161,7 @@ class Transcription:
         {"importance_level": "sequence", "importance_cap": 1.5},
         {"importance_level": "geometric", "importance_cap": 1.1},
         {"importance_mode": "mask", "importance_cap": 1.4, "importance_floor": 0.6},
-        {
-            "importance_mode": "mask",
-            "importance_level": "geometric",
-            "importance_cap": 1.2,
-            "importance_floor": 0.8,
-        },
+        {"importance_mode": "mask", "importance_level": "geometric", "importance_cap": 1.2, "importance_floor": 0.8},
         {"importance_veto": 0.4, "kl_coef": 0.3, "entropy_coef": 0.1},
         {"kl_coef": 0.3, "entropy_coef": 0.1},
         {"off_policy_mask": 0.2},
@@ -180,7 +169,7 @@ class Transcription:
         {"kl_coef": 0.3, "kl_kind": "k2"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_policy_loss_equals_its_transcription(
     objective: str, old_is_rollout: bool, options: dict[str, Any]
 ) -> None:

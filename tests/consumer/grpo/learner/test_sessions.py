@@ -1,5 +1,3 @@
-"""Sessions of agents: a token's advantage depends on neither segments nor later masks."""
-
 from __future__ import annotations
 
 import math
@@ -102,7 +100,6 @@ def make_states(
 def make_group(
     sessions: Sequence[Session], dice: random.Random, *, is_cut: bool
 ) -> tuple[RolloutGroup, list[tuple[int, Token] | None]]:
-    """Return a group, and the session and token of each of its response tokens."""
     queues = []
     for index, session in enumerate(sessions):
         turns = range(1, len(session.turns))
@@ -127,7 +124,6 @@ def by_token(
     made: Sequence[tuple[RolloutGroup, list[tuple[int, Token] | None]]],
     buffer_tokens: int | None,
 ) -> dict[tuple[int, int, int], float]:
-    """Return the advantage of each sampled token, by group, session and number."""
     rewards = []
     for group, owners in made:
         own = GroupRewards.of(group, buffer_tokens)
@@ -176,7 +172,6 @@ def standardized(value: float, values: list[float]) -> float:
 
 
 def rewards_to_go(session: Session) -> dict[int, float]:
-    """Return what each sampled token and all behind it were given, by number."""
     tokens = [token for turn in session.turns for token in turn]
     return {
         token.number: sum(later.reward for later in tokens[place:])
@@ -260,7 +255,6 @@ def test_advantages_by_position_are_those_of_the_papers(name: str, seed: int, is
 
 
 def of_steps(*rewards: float, score: float = 0.0) -> Session:
-    """Return a session of turns of one token."""
     turns = [
         [Token(2 * n, True, reward, 1.0, 0.0), Token(2 * n + 1, False, 0.0, 0.0, 0.0)]
         for n, reward in enumerate(rewards)
@@ -291,7 +285,6 @@ def test_a_segment_without_values_changes_no_advantage_of_other_sessions() -> No
 def test_what_is_masked_later_changes_no_advantage_of_the_others(
     name: str, model_dir: Path
 ) -> None:
-    """Energies and values are computed for what was sampled, also where it is not trained."""
     learner = Policy(model_dir, LearnerConfig(token_budget=40), seed=7)
     critic = None
     if name == "gae":

@@ -1,5 +1,3 @@
-"""The train step in pieces: as in one; values as in the paper."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -45,15 +43,11 @@ def make_batch(step: int = 0) -> list[Any]:
     "options",
     [
         {},
-        {
-            "updates_per_batch": 2,
-            "old_policy": "current",
-            "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
-        },
+        {"updates_per_batch": 2, "old_policy": "current", "loss": {"kl_coef": 0.1, "entropy_coef": 0.01}},
         {"critic": True, "updates_per_batch": 2, "old_policy": "current"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_steps_one_by_one_are_fit_bit_for_bit(model_dir: Path, options: dict[str, Any]) -> None:
     whole = make_controller(model_dir, **options)
     pieces = make_controller(model_dir, **options)
@@ -108,9 +102,7 @@ def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:
     assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
 
 
-def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(
-    model_dir: Path,
-) -> None:
+def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(model_dir: Path) -> None:
     plain = make_controller(model_dir, critic=True)
     short = make_controller(model_dir, critic=True, bf16=True)
     for _ in range(3):
@@ -310,13 +302,9 @@ def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Pat
     controller.fit(batch())
     yes = FINISHED
     assert controller.fates == [
-        *(yes, "overlong", yes, yes),
-        *(yes, "truncated", yes, yes),
-        *["no_advantage"] * 4,
-        *(yes, yes, yes, ""),
-        *["missing_reward"] * 4,
-        *("stale", yes, yes, yes),
-    ]
+        *(yes, "overlong", yes, yes), *(yes, "truncated", yes, yes), *["no_advantage"] * 4,
+        *(yes, yes, yes, ""), *["missing_reward"] * 4, *("stale", yes, yes, yes),
+    ]  # fmt: skip
     columns = BatchColumns.of(batch(), controller.advantages, controller.fates)
     assert columns.lengths_by_fate()["task", "overlong"] == [9]
     assert columns.lengths_by_fate()["t", "truncated"] == [5]

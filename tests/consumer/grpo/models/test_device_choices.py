@@ -1,7 +1,6 @@
-"""Which precision and attention a model gets, and that of packed rows by sample borders."""
-
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from buffer.errors import ConfigError
 from consumer.config.learner import Attention, LearnerConfig
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models import device_choices
-from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention
+from consumer.grpo.models.device_choices import choose_attention
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
@@ -44,14 +43,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "gpt_oss": (GptOssForCausalLM, GptOssConfig()),
 }
 TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -96,15 +90,6 @@ def test_auto_chooses_the_best_attention_that_can_run(
 def test_an_attention_that_cannot_run_is_refused_with_the_reason(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="torch_varlen: it needs a CUDA device"):
         Policy(model_dir, LearnerConfig(attn_implementation="torch_varlen", bf16=True))
-
-
-def test_reasons_on_a_gpu_name_what_is_missing() -> None:
-    place = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=False)
-    assert place.obstacle("flash_attention_2") == "it needs bf16"
-    missing = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=True).obstacle("flash_attention_2")
-    assert missing == "flash-attn is not installed"
-    capped = ModelOnDevice(*MODELS["gemma2"], "cuda", bf16=True).obstacle("torch_varlen")
-    assert capped == "it has no attn_logit_softcapping, which the model's config sets"
 
 
 def test_gpt_oss_loads_and_keeps_its_samples_apart(tmp_path: Path) -> None:
@@ -173,3 +158,9 @@ def test_torch_varlen_gives_the_logprobs_of_sdpa_without_a_mask(
     assert keeps_samples_apart(policies[1])
     by_mask, by_borders = (token_logprobs(policy, batch).logprobs for policy in policies)
     torch.testing.assert_close(by_borders, by_mask, atol=2e-5, rtol=1e-4)
+
+
+def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(load_model, [model_dir] * 12))
+    assert not any(parameter.is_meta for model in models for parameter in model.parameters())

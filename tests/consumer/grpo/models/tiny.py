@@ -77,7 +77,6 @@ def set_advantages(batch: TrainBatch, advantages: NDArray[np.float32]) -> None:
 
 
 def taught(group: RolloutGroup, *teachers: str, k: int = 3, members: int = 3) -> RolloutGroup:
-    """Return the group with random values of these teachers for its first rollouts."""
     draw = np.random.default_rng(len(group.response_ids))
     states = group.states
     for state in states[:members]:

@@ -1,7 +1,6 @@
-"""Right log-probabilities for the causal models of transformers, or a refusal with the reason."""
-
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +10,30 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from buffer.errors import ModelError
+from buffer.errors import ConfigError, ModelError
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.policy import Policy
 from consumer.handle.batch import BatchTable
-from tests.consumer.grpo.models.tiny import make_group
+from tests.consumer.grpo.models.tiny import build_model, make_group
+from tests.consumer.handle.test_ranks import build_mixture
 
 TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 HEADS_OF_8 = TINY | {"head_dim": 8}
 MOE = HEADS_OF_8 | {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 MLA = MOE | {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
 del MLA["head_dim"]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -91,7 +74,6 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def by_the_model_itself(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
-    """Return the logprobs of the response from the model's own logits of this sample alone."""
     ids = torch.cat([prompt, response])[None]
     distribution = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
     before = distribution[len(prompt) - 1 : -1]
@@ -125,3 +107,17 @@ def test_a_model_whose_logits_cannot_be_computed_is_refused_with_the_reason(
     build(name, **changes).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"log-probabilities of \w+ cannot be computed"):
         Policy(tmp_path, LearnerConfig())
+
+
+def test_a_mixture_of_experts_is_not_compiled(tmp_path: Path) -> None:
+    model = build_mixture(tmp_path / "mixture")
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        Policy(model, LearnerConfig(compile=True))
+
+
+def test_without_a_compiler_a_learner_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"compile = true needs .* none of g\+\+"):
+        Policy(build_model(tmp_path), LearnerConfig(compile=True))

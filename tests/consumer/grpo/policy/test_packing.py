@@ -1,5 +1,3 @@
-"""Packing: every token where it belongs, and no sample that sees another."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -145,7 +143,6 @@ def test_another_sample_changes_nothing_wherever_it_was_packed(
 
 
 def without_prompt(group: RolloutGroup) -> RolloutGroup:
-    """Return the group with its prompt in every response, as sessions without a common one."""
     states = []
     for state in group.states:
         assert state.prompt_ids is not None

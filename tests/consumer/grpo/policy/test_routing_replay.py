@@ -1,5 +1,3 @@
-"""Rollout routing replay: the trainer uses the experts of the engine, and its gates still learn."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Training and sampling speak of the same distribution where top-k, top-p and the like cut some off."""
-
 from __future__ import annotations
 
 import asyncio

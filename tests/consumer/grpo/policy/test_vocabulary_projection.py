@@ -1,5 +1,3 @@
-"""The vocabulary projection in chunks: the numbers of full logits, in bounded memory."""
-
 from __future__ import annotations
 
 import sys
@@ -124,7 +122,6 @@ def test_a_head_in_bfloat16_sums_its_gradient_over_chunks_in_float32(
 
 
 def memory(field: str) -> int:
-    """Return a field of this process's memory, in bytes."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split(field + ":")[1].split()[0]) * 1024
 

@@ -49,24 +49,13 @@ ONE_COPY = re.compile(
 
 
 OF_A_MOVE = {
-    ("batch", "last junk"),
-    ("bytes", "came junk"),
-    ("control", "epoch junk"),
-    ("control", "weights junk"),
-    ("cursors", "math junk"),
-    ("garbage", "member junk"),
-    ("group", "chunks junk"),
-    ("group", "payload deleted"),
-    ("group", "stage junk"),
-    ("group", "version junk"),
-    ("jobs", "entry junk"),
-    ("ledger", "taken junk"),
-    ("lineages", "last junk"),
-    ("meta", "tasks junk"),
-    ("pool", "member junk"),
-    ("progress", "consumed junk"),
-    ("bad_submissions", "w0 junk"),
-}
+    ("batch", "last junk"), ("bytes", "came junk"), ("control", "epoch junk"),
+    ("control", "weights junk"), ("cursors", "math junk"), ("garbage", "member junk"),
+    ("group", "chunks junk"), ("group", "payload deleted"), ("group", "stage junk"),
+    ("group", "version junk"), ("jobs", "entry junk"), ("ledger", "taken junk"),
+    ("lineages", "last junk"), ("meta", "tasks junk"), ("pool", "member junk"),
+    ("progress", "consumed junk"), ("bad_submissions", "w0 junk"),
+}  # fmt: skip
 """Changed fields that the processes read; the others are the same to them, or only counted."""
 
 NAMED_BY_WHAT_IS_MISSING = re.compile(
@@ -81,7 +70,6 @@ def busy(store: Store) -> Scene:
 
 
 def representative(scene: Scene) -> list[Harm]:
-    """Every harm of one key of each kind, and of one record of each stage."""
     chosen: dict[tuple[str, str], str] = {}
     harms: list[Harm] = []
     for harm in every_harm(scene.raw, scene.name):
@@ -103,7 +91,6 @@ def harmed(scene: Scene, harm: Harm) -> Iterator[None]:
 
 
 def fsck(scene: Scene) -> list[str]:
-    """What fsck says, with the keys."""
     try:
         found = Run.open(scene.store, scene.name).account.fsck()
     except RolloutMQError as error:
@@ -184,7 +171,6 @@ def test_no_command_and_no_process_ends_in_a_traceback(busy: Scene) -> None:
 
 
 def look(scene: Scene) -> None:
-    """What fsck, doctor and status show."""
     fsck(scene)
     diagnose_run(scene.store, scene.name)
     with redirect_stdout(io.StringIO()):

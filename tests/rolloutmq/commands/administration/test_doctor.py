@@ -1,5 +1,3 @@
-"""doctor names what a run waits for, since when, and what to do: runs that are broken on purpose."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""fsck finds what is lost, doubled or trained twice; doctor says what a run waits for."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from buffer.control.task_status import TaskStop
 from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.wire.rollout import PolicyVersion
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, in_process, json_of
@@ -140,14 +137,6 @@ def test_diagnosis_of_silent_roles(store: Store) -> None:
     assert "the producer is silent" in _found(scene)
     scene.run.control.renew_role("producer", scene.producer, closing=True)
     assert "the producer has left" in _found(scene)
-
-
-def test_diagnosis_of_workers_without_the_newest_weights(scene: Scene) -> None:
-    scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/weights/2", "")
-    # they load them now
-    assert all("weights" not in each.what for each in diagnose(read_run_view(scene.run)))
-    scene.run.store.client.hincrby(scene.run.keys.control, "weights_ms", -31_000)
-    assert "the newest weights are l1:2, but w0 has l0:0, w1 has l0:0" in _found(scene)
 
 
 def test_diagnosis_of_a_producer_that_enqueues_nothing(store: Store) -> None:

@@ -87,12 +87,9 @@ def test_lines_of_all_processes_by_time_with_what_is_not_json_below_its_line(
     append(logs, "run", "what the launcher prints\n")
     done = in_process("logs", "--run-dir", str(tmp_path))
     assert [row.split(maxsplit=1)[1] for row in done.stdout.splitlines()] == [
-        "trainer     loads",
-        r"trainer     Traceback \u001b[2J",
-        "trainer       ValueError",
-        "worker-0    claims  gid math-1  seconds 0.1235",
-        "trainer     ok",
-    ]
+        "trainer     loads", r"trainer     Traceback \u001b[2J", "trainer       ValueError",
+        "worker-0    claims  gid math-1  seconds 0.1235", "trainer     ok",
+    ]  # fmt: skip
     done = in_process("logs", "-n", "1", "--json", "--run-dir", str(tmp_path))
     assert orjson.loads(done.stdout)["file"] == "trainer"
     done = in_process("logs", "worker", "--run-dir", str(tmp_path))

@@ -1,5 +1,3 @@
-"""What the commands that change nothing say about a run in which every place is taken."""
-
 from __future__ import annotations
 
 import os
@@ -177,17 +175,9 @@ def test_events_are_followed_and_ctrl_c_leaves_with_130(
     scene: Scene, server: EmbeddedServer
 ) -> None:
     args = [
-        sys.executable,
-        "-m",
-        "rolloutmq",
-        "logs",
-        "events",
-        "-f",
-        "-n0",
-        "--json",
-        "--redis-url",
+        sys.executable, "-m", "rolloutmq", "logs", "events", "-f", "-n0", "--json", "--redis-url",
         server.url,
-    ]
+    ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(

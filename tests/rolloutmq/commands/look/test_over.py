@@ -1,5 +1,3 @@
-"""Runs whose processes are gone: every view starts the run's own server, and changes nothing."""
-
 from __future__ import annotations
 
 import os

@@ -44,20 +44,7 @@ def read(text):
 def fail_all(states):
     return read("nothing")
 """
-CONFIG = """
-[run]
-name = "demo"
-[plan]
-steps = 1
-batch_size = 1
-[policy]
-model = "nowhere"
-[tasks.math]
-judge = "judges_again:{judge}"
-dataset = {{ kind = "jsonl", path = "nowhere.jsonl" }}
-[engine]
-kind = "simulated"
-"""
+CONFIG = Path(__file__).with_name("rejudge.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -76,7 +63,6 @@ def rejudge(scene: Scene, command: Command, tmp_path: Path) -> Any:
 
 
 def bury(scene: Scene) -> int:
-    """A dead letter with its responses."""
     (job,) = scene.claim("w1", 1)
     scene.run.jobs.release("w1", job, "failed", "no")
     group = scene.run.buffer.read(group_ref(scene, 3))
@@ -117,12 +103,6 @@ def test_what_it_raises_is_shown_with_the_users_line(rejudge: Any) -> None:
     line = JUDGES.split("\n").index("    return int(text)  # here") + 1
     assert f'/judges_again.py", line {line}, in read' in verdict["error"]
     assert "check/judge.py" not in verdict["error"]
-
-
-def test_an_error_of_a_whole_group_is_shown_once(rejudge: Any) -> None:
-    done = rejudge(3, "fail_all")
-    assert done.returncode == 1
-    assert done.stdout.count("in read") == 1
 
 
 def test_pdb_opens_at_the_users_line(rejudge: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,3 @@
-"""Looking at batches and runs, draining one, and ending one."""
-
 from __future__ import annotations
 
 import threading

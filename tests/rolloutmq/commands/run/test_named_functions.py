@@ -1,12 +1,11 @@
-"""A function that a config names and that does not exist is found before anything starts."""
-
 from __future__ import annotations
 
 from pathlib import Path
 
+import orjson
 import pytest
 
-from tests.rolloutmq.conftest import Command
+from tests.rolloutmq.conftest import Command, in_process
 
 CONFIG = """
 run = { name = "mine" }
@@ -32,7 +31,6 @@ KEYS = [
 
 
 def refusal(command: Command, folder: Path, *keys: str) -> str:
-    """Return what a worker says of a config with these keys, which it refuses."""
     (folder / "mine.toml").write_text(CONFIG, encoding="utf-8")
     (folder / "data.jsonl").write_text('{"question": "1", "answer": "1"}\n', encoding="utf-8")
     options = [option for key in keys for option in ("--set", key)]
@@ -55,3 +53,25 @@ def test_what_harbor_imports_is_left_to_its_own_python(command: Command, tmp_pat
     said = refusal(command, tmp_path, "tasks.sums.agent_loop=harbor", options)
     assert "harbor_python" in said
     assert "module 'nowhere'" not in said
+
+
+SMALL = ("simulate", "--workers", "2", "--sequences", "16", "--batch-size", "8", "--steps", "6")
+
+
+def test_simulate_tells_programs_the_same(tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.jsonl"
+    trace.write_text("\n".join(["100"] * 9 + ['{"seconds": 100}']), encoding="utf-8")
+    done = in_process(*SMALL, "--trace", str(trace), "--json")
+    document = orjson.loads(done.stdout)
+    assert len(document["settings"]) == 13
+    assert document["chosen"] in document["settings"]
+    assert document["reasons"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--pause", "never"), ("--trace", "/no/such/file"), ("--workers", "0")]
+)
+def test_simulate_refuses_what_cannot_be_asked(flags: tuple[str, str]) -> None:
+    done = in_process(*SMALL, *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,8 +1,12 @@
-"""Read sampling masks for the trainer: its softmax is over the tokens that top-k and top-p left."""
+"""Read large columns of rollouts for the model's forward pass: the interface, and for masks.
+
+With a sampling mask, the softmax is over the tokens that top-k and top-p left.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,8 +16,37 @@ from buffer.errors import WireError
 from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.group import RolloutGroup
 from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
-from consumer.grpo.policy.column_reader import Places
 from consumer.grpo.policy.vocabulary_projection import SampledFrom
+
+
+class Places(NamedTuple):
+    """Where the S rollouts of a micro-batch are."""
+
+    responses: Sequence[NDArray[np.int32]]
+    first: NDArray[np.int64]  # int64[S]: first slot
+    totals: NDArray[np.int64]  # int64[S]: tokens of prompt and response
+    slots: int  # of the micro-batch
+    device: torch.device
+
+
+class ColumnReader(Protocol):
+    """Reads the column `name`, by which groups without a usable one are counted.
+
+    `mistake`: error and hint where all groups of a batch are without.
+    """
+
+    name: str
+    mistake: tuple[str, str]
+
+    def problem(self, group: RolloutGroup) -> str:
+        """Return why the column of a group cannot be used; "" if it can."""
+
+    def of_rollouts(self, values: Sequence[Any], places: Places) -> Any:
+        """Return what the forward pass needs of these rollouts; None for nothing.
+
+        Raises WireError for a value that cannot be used.
+        """
+
 
 MOST_IDS = 2**28  # in a file: 1 GiB
 
@@ -45,7 +78,6 @@ class MaskReader:
         self._needed = needed
 
     def problem(self, group: RolloutGroup) -> str:
-        """Return why the masks of a group cannot be used; "" if they can."""
         end = 0
         rollouts = zip(
             group.values_of(self.name), group.samples, group.lengths.tolist(), strict=True
@@ -79,21 +111,19 @@ class MaskReader:
         return SampledFrom(counts, ids, np.append(0, np.cumsum(joined.counts, dtype=np.int64)))
 
     def _read(self, recorded: RecordedMask, response_ids: NDArray[np.int32]) -> SamplingMask | None:
-        # masks in a payload were checked when it was read
-        mask = self._of_file(recorded, response_ids) if isinstance(recorded, str) else recorded
+        if not isinstance(recorded, str):  # masks in a payload were checked when it was read
+            mask = recorded
+        else:
+            try:
+                column = self._columns.read(recorded, "<i4", MOST_IDS)
+                mask = SamplingMask.unpacked(column.ravel(), len(response_ids))
+            except (WireError, ValueError) as error:
+                raise WireError(f"has a sampling mask that cannot be read: {error}") from error
+            if problem := mask.problem(response_ids):
+                raise WireError(f"has a sampling mask that is wrong: {problem}")
         largest = int(mask.ids.max(initial=0)) if mask else 0
         if self._vocabulary is not None and largest >= self._vocabulary:
             raise WireError(
                 f"could be sampled as id {largest}, beyond the vocabulary of {self._vocabulary}"
             )
-        return mask
-
-    def _of_file(self, address: str, response_ids: NDArray[np.int32]) -> SamplingMask:
-        try:
-            column = self._columns.read(address, "<i4", MOST_IDS)
-            mask = SamplingMask.unpacked(column.ravel(), len(response_ids))
-        except (WireError, ValueError) as error:
-            raise WireError(f"has a sampling mask that cannot be read: {error}") from error
-        if problem := mask.problem(response_ids):
-            raise WireError(f"has a sampling mask that is wrong: {problem}")
         return mask
