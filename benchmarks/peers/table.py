@@ -48,8 +48,8 @@ def table(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def write_table(figures: Sequence[Figure], facts: Mapping[str, str], path: Path) -> None:
-    """Replace what stands between the marks of the peers by the sizes that are drawn, too."""
-    shown = [figure for figure in figures if figure.section in _drawn(figures)]
+    """Replace what stands between the marks of the peers by the first size; the plot has two."""
+    shown = [figure for figure in figures if figure.section == figures[0].section]
     fill_in(path, _MARK, [*table(shown), machine(facts)])
 
 
