@@ -33,9 +33,9 @@ class CrashMoves(ServerMoves):
             self.jobs[worker].remove(job)
 
     def trainer_dies_in_its_commit(self, behind: int, keep: int, slices: int) -> None:
-        """So many groups are archived, or (0) all, and nothing is freed; the next commit goes on."""
-        script, calls = ("commit", slices) if slices else ("forget", 0)
-        self.commit(behind, keep, dies_before=(script, calls))
+        """So many groups are archived, or (0) none; the next commit goes on."""
+        if slices:
+            self.commit(behind, keep, slices)
         self.restart_trainer(0)
 
     def trainer_dies_while_it_opens(self, back: int, slices: int, again: int) -> None:

@@ -42,9 +42,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         self.moments: dict[int, tuple[str, Moment, dict[str, Any]]] = {}
         super().__init__(*args, **options)
 
-    def commit(self, behind: int, keep: int, dies_before: tuple[str, int] = ("nothing", 0)) -> None:
+    def commit(self, behind: int, keep: int, slices: int = 0) -> None:
         before = self.trained | self.batches
-        super().commit(behind, keep, dies_before)
+        super().commit(behind, keep, slices)
         self.write_checkpoint(before, self.committed)
 
     def reopen(self, step: int) -> None:

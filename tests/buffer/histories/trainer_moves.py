@@ -78,21 +78,20 @@ class TrainerMoves(World):
         with pytest.raises(LedgerError):
             self.scene.run.ledger.take(self.scene.trainer, step, {"math": 1})
 
-    def commit(self, behind: int, keep: int, dies_before: tuple[str, int] = ("nothing", 0)) -> None:
+    def commit(self, behind: int, keep: int, slices: int = 0) -> None:
+        """The trainer dies behind so many slices, of one group each (0: it does not)."""
         step = max(self.committed, self.taken - behind)
         keep = max(0, step - keep)
-        with self.store.dying(*dies_before):
+        with self.store.dying("commit" if slices else "nothing", slices):
             self.scene.run.ledger.commit(self.scene.trainer, step, keep)
         self.committed, self.keep = step, max(self.keep, keep)
         self.leaving |= {s: self.batches.pop(s).gids for s in sorted(self.batches) if s <= keep}
-        script, slices = dies_before
-        while min(self.leaving, default=keep + 1) <= keep and not (
-            script == "commit" and slices == 0
-        ):
+        archived = 0
+        while min(self.leaving, default=keep + 1) <= keep and (not slices or archived < slices):
             self.archive_one()
-            slices -= 1
-        if not self.store.has_died:
-            self.forget()
+            archived += 1
+        # each slice frees what is archived as a whole
+        self.forget()
         assert self.scene.run.ledger.steps() == (self.taken, self.committed, self.freed)
 
     def publish(self) -> None:
