@@ -157,9 +157,14 @@ class World(Model):
         # of what is archived only the result is kept, until the batch is forgotten
         tokens = {(group.gid, token) for group in held for token in ("init", group.result)}
         tokens -= {(group.gid, "init") for group in held if group.kept_in}
-        chunks = {group.result: self.newest(group).chunks for group in held if not group.kept_in}
+        # groups of one claim have one token
+        chunks = {
+            (group.gid, group.result): self.newest(group).chunks
+            for group in held
+            if not group.kept_in
+        }
         assert stays == {
-            name for one in tokens for name in keys.payload_chunks(*one, chunks.get(one[1], 1))
+            name for one in tokens for name in keys.payload_chunks(*one, chunks.get(one, 1))
         }
 
 
