@@ -23,7 +23,6 @@ from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from tests.consumer.grpo.models.tiny import build_model
 from tests.pipeline.site import Site
-from tests.waits import until
 
 STEPS = 4
 TEACHERS = Path(__file__).with_name("whole_run.toml").read_text(encoding="utf-8")
@@ -37,7 +36,7 @@ def big(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(make_site: Callable[..., Site], big: Path) -> Site:
-    site = make_site(steps=STEPS)
+    site = make_site(steps=STEPS, held=1)
     with site.config.open("a", encoding="utf-8") as config:
         config.write(TEACHERS.format(big=big))
     return site
@@ -48,14 +47,17 @@ def test_killed_workers_and_pauses_cost_no_group_and_change_no_column(
     site: Site, big: Path
 ) -> None:
     run = site.start("run")
-    site.until(site.reached, "step 1")
+    site.until_held()
     with closing(Store(site.server.url, deadline_s=400.0)) as store:
         opened = Run.open(store, site.name)
         for _ in range(2):
-            kill_worker(opened)
+            site.let(1)
+            kill_worker(site, opened)
+            site.until_held()
         opened.control.set_mode("operator", Mode.ABORT)
         site.until(lambda: not opened.account.totals().leases, "the pause")
         assert run.exit_code is None
+        site.let_go()
         opened.control.set_mode("operator", Mode.RUN)
     assert run.wait() == 0, site.words()
     site.check()
@@ -68,18 +70,19 @@ def test_killed_workers_and_pauses_cost_no_group_and_change_no_column(
             check_columns(group, name, model, top_k=3 if name == "big" else 0)
 
 
-def kill_worker(run: Run) -> None:
-    """Kill the worker while a group waits for its teachers; the launcher starts it again."""
+def kill_worker(site: Site, run: Run) -> None:
+    """Kill a worker that samples groups or asks its teachers; the launcher starts it again."""
 
-    def scoring() -> int:
+    def holding() -> int:
         for each in run.fleet.workers():
-            if each.judging:  # for some milliseconds
+            if each.holds:
                 pid: Any = run.store.client.hget(run.keys.worker(each.id), "pid")
                 return int(pid)
         return 0
 
-    pid = until(scoring, "a group that waits for its teachers")
-    os.kill(pid, signal.SIGKILL)
+    pids: list[int] = []
+    site.until(lambda: pids.append(holding()) or pids[-1], "a worker that holds groups")
+    os.kill(pids[-1], signal.SIGKILL)
 
 
 def check_columns(group: RolloutGroup, teacher: str, model: Any, top_k: int) -> None:
