@@ -23,6 +23,7 @@ from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from tests.consumer.grpo.models.tiny import build_model
 from tests.pipeline.site import Site
+from tests.waits import until
 
 STEPS = 4
 TEACHERS = Path(__file__).with_name("whole_run.toml").read_text(encoding="utf-8")
@@ -52,7 +53,7 @@ def test_killed_workers_and_pauses_cost_no_group_and_change_no_column(
         opened = Run.open(store, site.name)
         for _ in range(2):
             site.let(1)
-            kill_worker(site, opened)
+            kill_worker(opened)
             site.until_held()
         opened.control.set_mode("operator", Mode.ABORT)
         site.until(lambda: not opened.account.totals().leases, "the pause")
@@ -70,19 +71,15 @@ def test_killed_workers_and_pauses_cost_no_group_and_change_no_column(
             check_columns(group, name, model, top_k=3 if name == "big" else 0)
 
 
-def kill_worker(site: Site, run: Run) -> None:
+def kill_worker(run: Run) -> None:
     """Kill a worker that samples groups or asks its teachers; the launcher starts it again."""
 
-    def holding() -> int:
-        for each in run.fleet.workers():
-            if each.holds:
-                pid: Any = run.store.client.hget(run.keys.worker(each.id), "pid")
-                return int(pid)
-        return 0
+    def holding() -> list[str]:
+        return [each.id for each in run.fleet.workers() if each.holds]
 
-    pids: list[int] = []
-    site.until(lambda: pids.append(holding()) or pids[-1], "a worker that holds groups")
-    os.kill(pids[-1], signal.SIGKILL)
+    worker = until(holding, "a worker that holds groups")[0]
+    pid: Any = run.store.client.hget(run.keys.worker(worker), "pid")
+    os.kill(int(pid), signal.SIGKILL)
 
 
 def check_columns(group: RolloutGroup, teacher: str, model: Any, top_k: int) -> None:
