@@ -9,7 +9,6 @@ Invariant: a folder under its final name is complete.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -21,6 +20,7 @@ import orjson
 
 from buffer.errors import ModelError, RolloutMQError
 from buffer.ledger.position import Position
+from buffer.redis.whole_file import sync
 from buffer.weights.new_folder import follow_umask
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -106,7 +106,7 @@ class CheckpointFolder:
             (folder / POSITION).write_bytes(data)
             follow_umask(folder)
             for written in [*folder.rglob("*"), folder]:
-                _sync(written)
+                sync(written)
         except OSError as error:
             raise RolloutMQError(
                 f"{folder} cannot be written: {error.strerror}",
@@ -114,7 +114,7 @@ class CheckpointFolder:
             ) from error
         self._remove(path)
         folder.rename(path)
-        _sync(self.folder)
+        sync(self.folder)
         return path
 
     def prune(self, keep: int) -> int:
@@ -152,14 +152,6 @@ class CheckpointFolder:
 
     def _hidden(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_state(folder: Path) -> None:
