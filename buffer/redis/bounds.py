@@ -1,4 +1,4 @@
-"""How much one call asks of the server, which answers nobody else meanwhile.
+"""The limits of one call to the server, which answers no other client while it works on it.
 
 Measured with Valkey on one core of an AMD EPYC, with groups of 8 rollouts (165,888 bytes).
 """

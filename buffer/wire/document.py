@@ -198,7 +198,7 @@ _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 @lru_cache(1024)
 def layout_of(name: str) -> Layout:
-    """Return the layout of a column. Raises WireError for one that nobody knows."""
+    """Return the layout of a column. Raises WireError for a name without a column."""
     if name in CORE:
         return CORE[name]
     row, _, part = name.partition("/")

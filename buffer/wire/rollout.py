@@ -195,7 +195,7 @@ class RolloutState(BaseModel):
 
         `recorded`: columns by name, as the engine made them: of these tokens, or rows of the whole
         sequence. Columns that do not cover the new tokens are reset; of `token_rewards` they have
-        0. Raises WireError for a column that nobody knows, ValueError for a value that is none.
+        0. Raises WireError for a name without a column, ValueError for a wrong value.
         """
         done, new = len(self.response_ids), len(token_ids)
         for name in {**COLUMNS, **self.columns, **recorded}:

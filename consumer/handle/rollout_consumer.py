@@ -89,7 +89,7 @@ class RolloutConsumer:
         )
         self._takes = Counter[str]()
         self._last_waited_s = 0.0
-        # nobody else publishes weights while this trainer is open; None: not known yet
+        # no other process publishes weights while this trainer is open; None: not read yet
         self._newest: PolicyVersion | None = None
         self._stop = threading.Event()
         self.nonce = self.role.nonce
