@@ -85,7 +85,8 @@ class Submission:
             except StoreUnavailable:
                 raise
             except Exception:
-                # their call was refused; those that have moved are only told so again (I13)
+                # one wrong group fails the call of all: each is sent alone, and its error is its
+                # outcome; a group that was stored gets the same reply again (I13)
                 for unit in ready:
                     try:
                         self._send(worker, [unit])
