@@ -120,7 +120,7 @@ def producer(
     run, settings = _open(settings, redis_url, "producer", metrics)
     with observed(run, "producer", settings):
         member = make_producer(settings, run, origin_of(settings, settings.model_folder))
-        # not earlier: while it waits for its run it has nothing to clean up, and a signal may end it
+        # not earlier: before its run exists it has nothing to clean up, and a signal may end it
         stop = stop_at_signals()
         member.produce_loop(stop, take_over=take_over)
     if stop.is_set():
