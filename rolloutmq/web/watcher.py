@@ -12,7 +12,8 @@ from buffer.control.worker_record import NUMBERS
 from buffer.errors import RolloutMQError
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep
-from rolloutmq.views.explain.diagnosis import Symptom, diagnose, inspect, worst_first
+from rolloutmq.views.explain.diagnosis import diagnose, inspect
+from rolloutmq.views.explain.symptom import Symptom, worst_first
 from rolloutmq.views.history import History
 from rolloutmq.views.number_rows import notes_of
 from rolloutmq.views.run_json import describe
