@@ -180,6 +180,7 @@ class Trainer:
         timing.step = time.monotonic() - started
         metrics |= self._step_metrics(batch.manifest, columns, timing)
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
+        self._reporter.histograms = columns.histograms()
         self.consumer.report(step, metrics)
         self._reporter.add_samples(batch.manifest, columns, batch.groups)
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})

@@ -23,7 +23,7 @@ from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.sample_log import Sample, TokenTexts, describe_sample
-from consumer.handle.step_log import StepWriter
+from consumer.handle.step_log import Histograms, StepWriter
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -44,6 +44,7 @@ class Reporter(Observer):
         self._texts = TokenTexts([model_dir])
         self._log = StepWriter(config.run.folder)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
+        self.histograms: Histograms = {}  # of the step that is reported next
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._behind = LogOnce(log, "samples are left out")
@@ -65,11 +66,18 @@ class Reporter(Observer):
         if task:
             self.add_evaluation(step, task, dict(metrics))
         else:
-            self.add_step(step, self._lineage, self._gids, dict(metrics))
+            self.add_step(step, self._lineage, self._gids, dict(metrics), self.histograms)
 
-    def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
+    def add_step(
+        self,
+        step: int,
+        lineage: str,
+        gids: list[str],
+        metrics: dict[str, float],
+        histograms: Histograms,
+    ) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
-        self._log.add_step(step, lineage, gids, metrics)
+        self._log.add_step(step, lineage, gids, metrics, histograms)
         self._put(lambda writer: writer.write(step, metrics))
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
