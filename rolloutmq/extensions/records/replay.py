@@ -133,12 +133,13 @@ class Replay:
                 groups, problems = rank.reader.read(manifest)
                 if problems:
                     raise ModelError(f"step {step} cannot be trained again: {problems}")
-                metrics, columns = rank.fit(step, groups=groups)
+                metrics, columns, scores = rank.fit(step, groups=groups)
                 metrics = metrics | columns.metrics() | staleness_metrics(manifest)
                 seconds = time.monotonic() - began
                 reporter.delivered(manifest, groups, LINEAGE, 0.0)
+                reporter.histograms = columns.histograms()
                 reporter.reported(step, metrics | {"time/step_s": seconds}, "")
-                reporter.add_samples(manifest, columns, groups)
+                reporter.add_samples(manifest, columns, groups, scores)
                 reporter.flush()  # it reads the groups
                 clear(run, manifest)
                 position.add(manifest)
@@ -196,7 +197,7 @@ def prepare(
         if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
             raise ConfigError(
                 f"--set {key}: a replay trains rollouts that exist",
-                hint=f"it may set {', '.join(MAY_CHANGE)}; `rolloutmq fork` may set others",
+                hint=f"it may set {', '.join(MAY_CHANGE)}",
             )
     kept = CheckpointFolder(parent / "checkpoints")
     begin = max((step for step in kept.steps() if step <= start), default=0)
