@@ -20,7 +20,8 @@ from tests.rolloutmq.conftest import ROOT, Command, json_of
 from tests.rolloutmq.populate import Scene, write_samples
 
 PLACES = {"waiting": 4, "running": 1, "completed": 1, "aborted": 1, "expired": 0, "taken": 1,
-          "archived": 2, "dead": 1, "filtered": 1, "dropped": 0}  # fmt: skip
+          "archived": 2, "dead": 1, "filtered": 1, "dropped": 0,
+          "skipped": 0}  # fmt: skip
 
 
 def gid(draw: int) -> str:
