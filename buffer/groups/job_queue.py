@@ -236,7 +236,7 @@ class JobQueue:
         kind: ReleaseKind,
         reason: str = "",
         ended: EndedEarly | None = None,
-        record: Mapping[str, Any] = MappingProxyType({}),
+        record: Mapping[str, Any] | None = None,
     ) -> str:
         """Release a group without a result; return its stage. Raises Fenced for a lost lease.
 
@@ -247,7 +247,7 @@ class JobQueue:
         text = cut_text(reason)
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         if kind == "skipped":
-            letter = skip_letter(job.gid, text, record, worker)
+            letter = skip_letter(job.gid, text, record or {}, worker)
         patience, first = self._limits.failures_in_row(task)
         reply = self._store.call(
             "release",

@@ -166,11 +166,15 @@ class RecordsDataset:
         self._name_row = name_row or (lambda row: f"{source}, row {row}")
         if not len(records):
             raise DatasetError(f"{source}: there are no records")
-        with suppress(Skip):
-            self.row(0)
+        self.try_row(0)
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def try_row(self, row: int) -> None:
+        """Raise DatasetError if a row cannot be used; it may be skipped."""
+        with suppress(Skip):
+            self.row(row)
 
     def row(self, row: int, epoch: int = 0) -> Problem:
         if not 0 <= row < len(self):

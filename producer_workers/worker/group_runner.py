@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from buffer.control.length_counts import CUT, FINISHED, LengthCounts
@@ -88,7 +87,7 @@ class Release:
     kind: ReleaseKind
     reason: str
     ended: EndedEarly | None = None
-    record: Mapping[str, Any] = MappingProxyType({})  # `extra` of a skipped group
+    record: Mapping[str, Any] | None = None  # `extra` of a skipped group
     error: EngineDeadError | None = None  # to raise once the group is released
 
 
@@ -199,8 +198,7 @@ class GroupRunner:
             return Release("lost" if is_guilty else "handback", str(error), error=error)
         if isinstance(error, Skip):
             log.info("skipped: %s", error.message, extra={"gid": job.gid})
-            record = group.shared.extra if group else {}
-            return Release("skipped", error.message, record=record)
+            return Release("skipped", error.message, record=group.shared.extra if group else {})
         if isinstance(error, GroupAbandoned):
             return Drop(str(error))
         if isinstance(error, JudgeInterrupted):  # out of a loop of the user's, which passed it on
