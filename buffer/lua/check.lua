@@ -7,8 +7,8 @@
 -- ARGV fields text..1024  of the records, with spaces between: those that are read below, and others
 -- ARGV draw   0..69_999_999 x1..128
 -- replies OK, then a text for each draw: its stages with spaces between, and the values of the fields. NUL precedes
---       each value; one that is missing is \1. Stages: waiting | running | taken | dead | archived | filtered | dropped | skipped |
---       completed:SCORE | aborted:SCORE | expired:SCORE
+--       each value; one that is missing is \1. Stages: waiting | running | taken | dead | archived | filtered | dropped |
+--       skipped | completed:SCORE | aborted:SCORE | expired:SCORE
 -- keeps I1
 
 local names = {}

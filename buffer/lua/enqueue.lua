@@ -3,7 +3,8 @@
 -- The caller has stored the INIT payloads of draws cursor, cursor+1, …; those that are not enqueued expire.
 -- KEYS control HASH*, progress HASH*, ledger HASH*, completed ZSET*, age_index ZSET*, jobs_eval STREAM*
 -- KEYS jobs_resume STREAM*, jobs_fresh STREAM*, groups prefix, ends prefix, dropped STRING
--- KEYS skipped STRING, skips LIST, bell_trainer LIST, bell_workers LIST*, events STREAM*, bytes HASH, leases ZSET*, cursors HASH*
+-- KEYS skipped STRING, skips LIST, bell_trainer LIST, bell_workers LIST*
+-- KEYS events STREAM*, bytes HASH, leases ZSET*, cursors HASH*
 -- KEYS prompts  STRING* x0..128  INIT payload of each draw
 -- ARGV nonce     token          of the producer
 -- ARGV operation token          nonce of this call
@@ -46,7 +47,9 @@ end
 local known, bitmaps = 0, ends .. task .. ':'
 if #records > 0 then
   known = redis.call('EXISTS', unpack(records))
-  for _, stage in ipairs(ENDS) do known = known + redis.call('BITCOUNT', bitmaps .. stage, start, start + #records - 1, 'BIT') end
+  for _, stage in ipairs(ENDS) do
+    known = known + redis.call('BITCOUNT', bitmaps .. stage, start, start + #records - 1, 'BIT')
+  end
 end
 
 -- first: a caller that may not write it (ACL) is stopped before anything is enqueued

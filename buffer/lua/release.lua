@@ -2,12 +2,14 @@
 -- release: take a group back from its worker, without a result.
 -- KEYS leases ZSET, leased HASH, groups prefix, progress HASH, queues prefix, aborted ZSET, lineages LIST
 -- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, expired ZSET
--- KEYS age_index ZSET, ledger HASH, dropped STRING, skipped STRING, skips LIST, garbage SET, bytes HASH, workers ZSET, bell_trainer LIST
+-- KEYS age_index ZSET, ledger HASH, dropped STRING, skipped STRING, skips LIST, garbage SET, bytes HASH
+-- KEYS workers ZSET, bell_trainer LIST
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
--- ARGV kind      handback|aborted|expired|skipped|failed|lost  waits again | to the pool of aborted groups | the same, unless it
---                                            is too old for the next train step: then its tokens are discarded | ends: its
---                                            prompt makes no sense | a try is used up | the same, but perhaps not by the group's fault
+-- ARGV kind      handback|aborted|expired|skipped|failed|lost  waits again | to the pool of aborted groups | the same,
+--                                            unless it is too old for the next train step: then its tokens are
+--                                            discarded | ends, since its prompt makes no sense | a try is used up | the
+--                                            same, but perhaps not by the group's fault
 -- ARGV max_tries 1..1_000_000
 -- ARGV reason    text..16384                   JSON, kept as the letter of a dead or skipped group
 -- ARGV token_lead ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
@@ -30,8 +32,8 @@
 -- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
 local record = groups .. gid
-local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last', 'last_lineage',
-  'chunks', 'size', 'prompt')
+local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last',
+  'last_lineage', 'chunks', 'size', 'prompt')
 if held.released == token then return {'OK', held.stage} end
 local draw = tonumber(string.match(gid, '%d+$'))
 if not held.stage then

@@ -11,8 +11,8 @@ local reply = {'OK', held, redis.call('ZCARD', dead)}
 local counts = redis.call('HMGET', bytes, 'came', 'went')
 for k = 1, 2 do reply[#reply + 1] = int(num(counts[k])) end
 for _, jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped, skipped in each_unit do
-  local waiting, counters = 0, redis.call('HMGET', progress, 'running', 'taken', 'archived', 'dead', 'filtered', 'dropped', 'skipped',
-    'enqueued', 'put', 'imported', 'cursor', 'reentered', 'highest_draw', 'target', 'consumed')
+  local waiting, counters = 0, redis.call('HMGET', progress, 'running', 'taken', 'archived', 'dead', 'filtered', 'dropped',
+    'skipped', 'enqueued', 'put', 'imported', 'cursor', 'reentered', 'highest_draw', 'target', 'consumed')
   for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do waiting = waiting + redis.call('XLEN', jobs) end
   reply[#reply + 1], reply[#reply + 2] = waiting, num(counters[1])
   for _, pool in ipairs({completed, aborted, expired}) do reply[#reply + 1] = redis.call('ZCARD', pool) end

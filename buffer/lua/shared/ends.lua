@@ -88,8 +88,9 @@ local function stop_task(progress, task, reason, bell_trainer, events)
   log_event(events, 'stopped', 'task', task, 'reason', string.sub(reason, 1, 100))
 end
 
--- End a draw that makes no sense, whose record is gone: its bit, and its letter among the newest 10,000 of the task. Stop the
--- task if more than `most` of its newest 64 groups were skipped: of these, the oldest letter tells how many ended since.
+-- End a draw whose prompt makes no sense, and whose record is gone: set its bit, and keep its letter among the newest
+-- 10,000 of the task. Stop the task if more than `most` of its newest 64 groups were skipped: a letter begins with the
+-- number of groups that had ended, so that of the oldest of most + 1 letters tells.
 local function skip_draw(keys, task, draw, letter, most)
   redis.call('SETBIT', keys.skipped, draw, 1)
   redis.call('HINCRBY', keys.progress, 'skipped', 1)
