@@ -18,6 +18,7 @@ from rich.text import Text
 from buffer.errors import AccountError, StoreUnsafe
 from buffer.imports import attached, load_object
 from buffer.ledger.account import FsckReport
+from buffer.redis.key_fields import Damage
 from buffer.redis.server.check import check_all
 from buffer.run.run import Run
 from consumer.handle.step_log import STEPS_FILE, StepLog
@@ -60,7 +61,7 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
             lambda done, total: advance(f"checked, of {count(total)} groups", done)
         )
     for spec in attached(AUDITS).values():
-        found.faults += load_object(spec, kind="audit")(target.run)
+        found.damage += map(Damage, load_object(spec, kind="audit")(target.run))
     folder = target.run_dir
     has_log = folder and (folder / STEPS_FILE).is_file()
     steps = RunFolder(folder).log if folder and has_log else None
