@@ -21,10 +21,10 @@
 
 local SHARE = 0.975       -- of a quota: a call may arrive up to 1.5 s late and still be in the minute of its permit
 local AHEAD_MS = 500      -- permits are given for this time, in which no refusal can stop them
-local PATIENCE_MS = 1000  -- a caller that has left a permit unused for so long gets no further one until it calls
+local patience_ms = lease_ms / 10  -- a caller that has left a permit unused for so long gets no further one until it calls
 local now = now_ms()
 local mine = limit_records .. caller
-local fields = {'permitted', 'ended', 'unused', 'refused', 'times', 'costs', 'flow'}
+local fields = {'permitted', 'ended', 'unused', 'refused', 'times_ms', 'costs', 'flow'}
 local state = fields_of(limit, 'next_request_ms', 'next_token_ms', 'paused_ms', 'gap_ms', 'in_use', 'turn', 'speed', 'speed_ms')
 local turn, in_use = num(state.turn), num(state.in_use)
 
@@ -68,7 +68,10 @@ local paused, speed = math.min(num(state.paused_ms), now + 86400000), tonumber(s
 speed = math.min(1, speed + silence_ms(now, state.speed_ms or now) / 60000)
 if before.refused and refused > num(before.refused) then
   -- calls that were on their way when the first one was refused do not count again
-  if now >= paused then speed = math.max(1 / 32, speed / 2) end
+  if now >= paused then
+    speed = math.max(1 / 32, speed / 2)
+    redis.call('HSET', limit, 'speed', string.format('%.4f', speed), 'speed_ms', int(now))
+  end
   paused = math.max(paused, now + pause_ms)
 end
 local per_request = 60000 / (lowest('requests', requests) * SHARE * speed)
@@ -81,10 +84,10 @@ local wanted, times, skipped = {}, {}, permitted - known
 for n, spent in ipairs(cost) do
   if n > skipped then wanted[#wanted + 1] = spent end
 end
-for at in string.gmatch(before.times or '', '%S+') do times[#times + 1] = at end
+for at in string.gmatch(before.times_ms or '', '%S+') do times[#times + 1] = at end
 while #times > skipped do table.remove(times, 1) end
 redis.call('HSET', mine, 'permitted', int(permitted), 'ended', int(over), 'unused', unused, 'refused', int(refused), 'flow', flow,
-  'times', table.concat(times, ' '), 'costs', table.concat(wanted, ' '))
+  'times_ms', table.concat(times, ' '), 'costs', table.concat(wanted, ' '))
 redis.call('ZADD', limit_callers, int(now + lease_ms), caller)
 if #wanted == 0 then
   redis.call('ZREM', limit_queue, caller)
@@ -101,11 +104,11 @@ for _ = 1, 256 do
   local one = fields_of(limit_records .. id, unpack(fields))
   local spent, rest = string.match(one.costs or '', '^(%d+) ?(.*)$')
   redis.call('ZREM', limit_queue, id)
-  if spent and (id == caller or num(string.match(one.times, '^%S+') or now) > now - PATIENCE_MS) then
+  if spent and (id == caller or num(string.match(one.times_ms, '^%S+') or now) > now - patience_ms) then
     turn, in_use = num(tag), in_use + 1
     next_request, next_token = at + per_request, at + per_tokens(num(spent))
     redis.call('HSET', limit_records .. id, 'permitted', int(num(one.permitted) + 1), 'costs', rest,
-      'times', one.times .. (one.times == '' and '' or ' ') .. int(at))
+      'times_ms', one.times_ms .. (one.times_ms == '' and '' or ' ') .. int(at))
     if rest ~= '' then queue(id, one.flow) end
     if id ~= caller then woken[id] = true end
   end
@@ -124,13 +127,12 @@ if rank then
 elseif num(redis.call('HGET', mine, 'permitted')) > over then
   reply[2] = int(lease_ms / 3)
 end
-for unused_time in string.gmatch(redis.call('HGET', mine, 'times'), '%S+') do
+for unused_time in string.gmatch(redis.call('HGET', mine, 'times_ms'), '%S+') do
   reply[#reply + 1] = int(math.max(0, num(unused_time) - now))
 end
 if #wanted == 0 and permitted == over then forget(caller) end
 if redis.call('ZCARD', limit_queue) == 0 then redis.call('UNLINK', limit_turns) end
 redis.call('HSET', limit, 'next_request_ms', string.format('%.3f', next_request), 'next_token_ms', string.format('%.3f', next_token),
-  'gap_ms', int(gap), 'paused_ms', int(paused), 'in_use', int(math.max(0, in_use)), 'turn', int(turn),
-  'speed', string.format('%.4f', speed), 'speed_ms', int(now))
+  'gap_ms', int(gap), 'paused_ms', int(paused), 'in_use', int(math.max(0, in_use)), 'turn', int(turn))
 for _, key in ipairs({limit, limit_queue, limit_turns, limit_callers, mine}) do redis.call('PEXPIRE', key, 86400000) end
 return reply

@@ -240,7 +240,6 @@ TABLE: Mapping[str, KeyRow] = {
         "permits that a process has got, ended and still wants for a task",
         _WORKER,
         saved=False,
-        name="limit_caller",
     ),
     # weights
     "weights": KeyRow(

@@ -202,7 +202,7 @@ def put_right_by_hand(scene: Scene) -> None:
 
 def limit_calls(scene: Scene) -> None:
     """The keys are those of the run, so that what watches it watches them, too."""
-    limit = CallLimit("demo", 60_000, 600_000, 2)
+    limit = CallLimit("demo", at_once=2)
     one, other = (Caller(scene.run.store, limit, f"{scene.name} {n}", 60_000) for n in range(2))
     for caller in (one, other):
         caller._keys = scene.keys

@@ -94,11 +94,14 @@ def test_permits_of_all_callers_are_spread_evenly(club: Club) -> None:
 
 
 def test_flows_have_one_turn_each_whatever_the_number_of_their_callers(club: Club) -> None:
-    many = [club.join("a math", requests_per_minute=6000) for _ in range(12)]
+    many = [club.join("a math", requests_per_minute=6000) for _ in range(6)]
     few = [
         club.join("b math", requests_per_minute=6000),
         club.join("b code", requests_per_minute=6000),
     ]
+    for member in [*many, *few]:
+        member.ask(64)
+    club.times.clear()  # the first one had no competitors
     while len(club.times) < 300:
         for member in [*many, *few]:
             member.ask(64)
@@ -178,18 +181,17 @@ def test_refusal_makes_all_callers_wait_and_then_go_slower_for_a_while(club: Clu
     assert other.ask(8) == 0
     until(lambda: other.ask(8))
     assert min(at for at, flow in club.times if flow == "b t") >= refused_ms + 3000 - 1
-    assert 0.5 <= club.field("speed") < 0.7
+    assert club.field("speed") == 0.5
     until(lambda: club.now_ms() > club.field("paused_ms"))
     until(lambda: one.ask(1))
     one.end(refused=2, pause_s=3.0)
-    speed = club.field("speed")
-    assert speed < 0.4
+    assert 0.25 <= (speed := club.field("speed")) < 0.5
     # a refusal of a call that was on its way does not halve it again
     other.ask(refused=1)
-    assert club.field("speed") >= speed
+    assert club.field("speed") == speed
     club.raw.hset(club.keys.slots()["limit"], "speed_ms", int(club.now_ms() - 60_000))
     other.ask(1)
-    assert club.field("speed") == 1.0
+    assert club.field("gap_ms") == round(SPACED_MS)
 
 
 def test_lowest_quota_that_a_living_run_sets_counts(club: Club) -> None:
