@@ -17,8 +17,8 @@ from buffer.imports import load_object
 from buffer.redis.scripts import role_held
 from buffer.run.open import open_store, own_run, server_url, wait_for_run
 from producer_workers.follow_owner import OWNER
-from rolloutmq.config.terms import keep_terms, terms_of
 from rolloutmq.launch.create import create_again, create_run
+from rolloutmq.launch.terms import keep_terms, terms_of
 from rolloutmq.observers import observed
 from rolloutmq.views.setting_view import override_lines
 

@@ -37,8 +37,8 @@ from buffer.run.run import Run
 from buffer.wire.columns import large_columns
 from buffer.wire.group import RolloutGroup
 from rolloutmq.config.config import Config
-from rolloutmq.config.terms import FOLDER as TERMS
 from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, StepFile, write_step
+from rolloutmq.launch.terms import FOLDER as TERMS
 
 log = logging.getLogger("rolloutmq.trainer")
 

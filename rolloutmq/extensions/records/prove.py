@@ -25,9 +25,9 @@ import orjson
 from buffer.errors import RolloutMQError
 from buffer.ledger.position import Position, link
 from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder, digest_of
-from rolloutmq.config.terms import FOLDER as TERMS
-from rolloutmq.config.terms import model_digest, source_digest
 from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.launch.terms import FOLDER as TERMS
+from rolloutmq.launch.terms import model_digest, source_digest
 from rolloutmq.output import plural
 
 

@@ -42,9 +42,9 @@ from consumer.handle.ranks import Ranks, join
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import validate_config
-from rolloutmq.config.terms import keep_terms, terms_of
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.step_file import StepFile
+from rolloutmq.launch.terms import keep_terms, terms_of
 
 MAY_CHANGE = (
     *("learner.*", "critic.*", "trainer.advantages", "trainer.reward_weights"),

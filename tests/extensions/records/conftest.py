@@ -10,9 +10,9 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from consumer.grpo.trainer import Trainer
 from rolloutmq.config.config import Config
-from rolloutmq.config.terms import keep_terms, terms_of
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.launch.create import create_run
+from rolloutmq.launch.terms import keep_terms, terms_of
 from rolloutmq.observers import observed
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
