@@ -12,7 +12,6 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.ledger.position import Position
 from buffer.redis.whole_file import sync
 from buffer.weights.new_folder import follow_umask
+from buffer.weights.transport import Save
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -79,7 +79,7 @@ class CheckpointFolder:
             )
         return None
 
-    def write(self, position: Position, save: Callable[[Path], None]) -> Path:
+    def write(self, position: Position, save: Save) -> Path:
         """Write a checkpoint and return its folder; `save` writes all parts but the position."""
         folder = self.begin(position.step)
         try:
