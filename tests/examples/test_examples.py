@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import runpy
 import sys
 from multiprocessing.process import BaseProcess
@@ -33,6 +32,7 @@ from rolloutmq.launch.create import create_run
 from rolloutmq.launch.training import train
 from rolloutmq.web.report import write_report
 from tests.consumer.handle.crew import MEMBERS, at_work
+from tests.docs.test_pages import blocks, files_of_the_readme
 from tests.servers import Server
 from tests.waits import end_of, until
 from tests.warm_process import start_command
@@ -151,15 +151,15 @@ def test_a_loop_trains_every_step_once_although_it_dies_right_after(
 
 @pytest.fixture
 def my_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the trainer of the README, which reports nothing, where it can be imported."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(# my_trainer\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
-    (tmp_path / "my_trainer.py").write_text(code, encoding="utf-8")
+    """Write the trainers of README and page, which report nothing, where they can be imported."""
+    files = files_of_the_readme() | {block.file: block.code for block in blocks("your_trainer")}
+    for name in ("my_trainer.py", "my_long_trainer.py"):
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("my_trainer")
-@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+@pytest.mark.parametrize("site", ["my_trainer:train", "my_long_trainer:train"], indirect=True)
 def test_a_full_disk_at_a_commit_loses_no_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     add = StepWriter.add_step
 
@@ -179,7 +179,7 @@ def test_a_full_disk_at_a_commit_loses_no_step(site: Site, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("my_trainer")
-@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+@pytest.mark.parametrize("site", ["my_trainer:train", "my_long_trainer:train"], indirect=True)
 def test_a_trainer_that_reports_nothing_has_curves_and_samples(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
