@@ -53,7 +53,7 @@ ANSWERS = {
     "managed redis": "docs/pages/servers.html",
     "eviction": "docs/pages/servers.html",
     "rotate password": "docs/pages/servers.html",
-    "how many gpus": "docs/pages/servers.html",
+    "sizing": "docs/pages/servers.html",
     "own training loop": "docs/pages/your_trainer.html",
     "gateway": "docs/pages/tools_and_agents.html",
     "entropy": "docs/pages/metrics.html",
@@ -94,3 +94,15 @@ def test_search_works_from_disk(chromium: Chrome, site: Path, page: str) -> None
         )
     )
     assert "staleness" in " ".join(found).lower()
+
+
+def test_a_page_about_a_term_comes_before_those_that_mention_it(
+    chromium: Chrome, site: Path
+) -> None:
+    chromium.get((site / "index.html").as_uri())
+    chromium.set_script_timeout(400)
+    config = "const __config = document.getElementById('__config');"
+    found = chromium.execute_async_script(config + SEARCH, list(ANSWERS))
+    wrong = {q: page for q, page in zip(ANSWERS, found, strict=True) if page != ANSWERS[q]}
+
+    assert wrong == {}
