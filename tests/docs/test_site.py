@@ -104,5 +104,4 @@ def test_a_page_about_a_term_comes_before_those_that_mention_it(
     config = "const __config = document.getElementById('__config');"
     found = chromium.execute_async_script(config + SEARCH, list(ANSWERS))
     wrong = {q: page for q, page in zip(ANSWERS, found, strict=True) if page != ANSWERS[q]}
-
     assert wrong == {}
