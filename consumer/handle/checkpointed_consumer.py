@@ -170,7 +170,7 @@ class CheckpointedConsumer(RolloutConsumer):
         position = self._position
         self.check_role()  # a trainer that was replaced leaves the folder alone
         position.forget(self._checkpoints.oldest_with(position.step, keep))
-        position.cursors = {task: self._run.jobs.cursor(task) for task in self._run.limits.tasks}
+        self.note_draws(position)
         self._checkpoints.write(position, save)
         self.commit(position.step, keep=self._checkpoints.prune(keep))
 
