@@ -72,6 +72,8 @@ SECTIONS = {
     },
     "Data": {
         "export": ("cli.data", "Write groups to a file, one line per rollout."),
+        "replay": ("extensions.records.commands",
+            "Train archived batches of a run again, without workers."),
         "export-model": ("launch.commands",
             "Write the model of a checkpoint as a Hugging Face folder."),
         "import": ("cli.data", "Put completed groups from a file into the pools of a run."),
