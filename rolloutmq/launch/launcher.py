@@ -34,6 +34,7 @@ from rolloutmq.launch.create import create_again, create_run
 from rolloutmq.launch.prepare import await_roles, check_start, is_done, last_step, prepare_model
 from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
+from rolloutmq.process_ends import ProcessFailed, ProcessJournal
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
 from rolloutmq.views.run_folder import RunFolder, accuracy_table
@@ -82,10 +83,12 @@ class Launcher:
         self._folder = config.run.folder
         self._where = server_flags(config.redis.resolve_url(redis_url), self._folder)
         self._console = screen or open_console()
+        self._journal = ProcessJournal(self._folder)
         self._children: list[Child] = []
         self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None
         self._server_starts: list[float] = []
+        self._server_pid = 0
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -252,6 +255,7 @@ class Launcher:
             [verb, *self._command, *flags],
             log,
             env,
+            self._journal,
             restarts=self._config.launch.max_restarts,
             log_bytes=self._config.launch.log_bytes,
             ranks=ranks,
@@ -336,20 +340,37 @@ class Launcher:
             news.append(self._restart(self._server))
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
+        self._server_pid = (self._server and self._server.pid) or self._server_pid
+        pids = [pid for child in self._children for pid in child.pids]
+        self._journal.sample([*pids, self._server_pid])
         return [line for line in news if line]
 
     def _restart(self, server: EmbeddedServer) -> str:
+        """Start the server again. Raises ProcessFailed where that does not help."""
         now = time.monotonic()
         self._server_starts = [at_s for at_s in self._server_starts if now - at_s < SERVER_S]
-        if len(self._server_starts) >= STOPPED:
-            raise StoreError(
-                f"the Valkey server of {server.folder} ended {STOPPED} times within "
-                f"{SERVER_S:g} s{server.full_disk}",
-                hint=f"its log: {server.log_path}",
-            )
+        end = self._journal.end_of("server", 0, self._server_pid, server.reap() or 0)
+        end.cause, end.fruitless = server.last_line, len(self._server_starts) + 1
+        problem = ""
+        if end.fruitless > STOPPED:
+            problem = f"it ended {STOPPED} times within {SERVER_S:g} s"
+        else:
+            try:
+                server.start()
+            except (StoreError, OSError) as error:  # also for a full disk
+                self._owned.check()
+                problem = str(error)
+        end.is_final = bool(problem)
+        self._journal.ended(end)
+        if problem:
+            how = f"the Valkey server of {server.folder} {end.how}: {end.why}"
+            lines = filter(None, [self._journal.full_disk(end), how, problem])
+            failed = ProcessFailed("\n  ".join(lines), end, hint=f"its log: {server.log_path}")
+            failed.exit_code = StoreError.exit_code
+            raise failed
         self._server_starts.append(now)
-        server.start()
-        return f"server restarted{server.full_disk}"
+        self._journal.started("server", 0, server.pid or 0)
+        return f"server restarted: it {end.how}: {end.why}{server.full_disk}"
 
     # -- after ---------------------------------------------------------------
 
