@@ -11,7 +11,8 @@ from typing import Any
 from buffer.control.worker_record import NUMBERS
 from buffer.errors import RolloutMQError
 from buffer.run.run import Run
-from rolloutmq.views.explain.diagnosis import Symptom, diagnose, inspect, worst_first
+from rolloutmq.views.explain.diagnosis import diagnose, inspect
+from rolloutmq.views.explain.symptom import Symptom, worst_first
 from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.history import History
 from rolloutmq.views.number_rows import notes_of
