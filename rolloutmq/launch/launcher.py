@@ -18,9 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from buffer.control.control import Mode
-from buffer.errors import AccountError, RolloutMQError, StoreError, StoreUnavailable
+from buffer.errors import AccountError, RolloutMQError, StoreUnavailable
 from buffer.ledger.account import FsckReport
-from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run.open import embedded_server, open_store, own_run
 from buffer.run.run import Run
 from consumer.handle.checkpoint import CheckpointFolder
@@ -29,12 +28,13 @@ from producer_workers.agent_loops.agent_loop import commands_of
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
-from rolloutmq.launch.child import STOPPED, Child
+from rolloutmq.launch.child import Child
 from rolloutmq.launch.create import create_again, create_run
+from rolloutmq.launch.kept_server import KeptServer
 from rolloutmq.launch.prepare import await_roles, check_start, is_done, last_step, prepare_model
 from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
-from rolloutmq.process_ends import ProcessFailed, ProcessJournal
+from rolloutmq.process_ends import ProcessJournal
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
 from rolloutmq.views.run_folder import RunFolder, accuracy_table
@@ -49,7 +49,6 @@ NEWS = 4  # reports that stay on the screen
 SUBMITS = frozenset({"completed", "filtered", "aborted"})
 MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
 
-SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again
 STOP_S = 60.0  # for children to exit after SIGTERM
 CHECKPOINT_S = 600.0  # for the trainer to exit: it writes a checkpoint first
 LINE_S = 5.0  # between two lines that name the children that have not ended
@@ -86,9 +85,7 @@ class Launcher:
         self._journal = ProcessJournal(self._folder)
         self._children: list[Child] = []
         self._judges: list[Child] = []
-        self._server: EmbeddedServer | None = None
-        self._server_starts: list[float] = []
-        self._server_pid = 0
+        self._server: KeptServer | None = None
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -138,7 +135,7 @@ class Launcher:
             for child in self._children:
                 child.kill()
             if self._server:
-                self._server.leave()
+                self._server.server.leave()
 
     # -- before --------------------------------------------------------------
 
@@ -148,12 +145,14 @@ class Launcher:
         config = self._config = check_start(self._config, self._source)
         url = config.redis.resolve_url(self._redis_url)
         if not url:
-            self._server = embedded_server(config)
+            server = embedded_server(config)
+            self._server = KeptServer(server, self._journal)
             self._server.start()
-            url = self._server.url
+            url = server.url
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
-        say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}")
+        where = self._server.server.cli if self._server else "from the config or REDIS_URL"
+        say(f"server   {where}")
         model = prepare_model(config, self._command)
         if self._regenerate and not is_done(config, last_step(config)):
             wait_s = 2 * config.limits(0).role_timeout_ms / 1000
@@ -336,41 +335,13 @@ class Launcher:
         # this process saw them die, so there is no need to wait until their heartbeats are old
         news = [self._trainer.keep_alive("--take-over")]
         news.append(self._producer.keep_alive("--take-over", is_over=is_over))
-        if self._server and not self._server.is_running:
-            news.append(self._restart(self._server))
+        if self._server:
+            news.append(self._server.keep_alive(self._owned.check))
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
-        self._server_pid = (self._server and self._server.pid) or self._server_pid
         pids = [pid for child in self._children for pid in child.pids]
-        self._journal.sample([*pids, self._server_pid])
+        self._journal.sample([*pids, *(self._server.pids if self._server else ())])
         return [line for line in news if line]
-
-    def _restart(self, server: EmbeddedServer) -> str:
-        """Start the server again. Raises ProcessFailed where that does not help."""
-        now = time.monotonic()
-        self._server_starts = [at_s for at_s in self._server_starts if now - at_s < SERVER_S]
-        end = self._journal.end_of("server", 0, self._server_pid, server.reap() or 0)
-        end.cause, end.fruitless = server.last_line, len(self._server_starts) + 1
-        problem = ""
-        if end.fruitless > STOPPED:
-            problem = f"it ended {STOPPED} times within {SERVER_S:g} s"
-        else:
-            try:
-                server.start()
-            except (StoreError, OSError) as error:  # also for a full disk
-                self._owned.check()
-                problem = str(error)
-        end.is_final = bool(problem)
-        self._journal.ended(end)
-        if problem:
-            how = f"the Valkey server of {server.folder} {end.how}: {end.why}"
-            lines = filter(None, [self._journal.full_disk(end), how, problem])
-            failed = ProcessFailed("\n  ".join(lines), end, hint=f"its log: {server.log_path}")
-            failed.exit_code = StoreError.exit_code
-            raise failed
-        self._server_starts.append(now)
-        self._journal.started("server", 0, server.pid or 0)
-        return f"server restarted: it {end.how}: {end.why}{server.full_disk}"
 
     # -- after ---------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
     return {
         "run": run.name,
         "facts": run.facts() | ({"account": account} if account else {}),
+        "findings": [asdict(symptom) for symptom in run.findings],
         "series": curves | {"thinned": False},
         "steps": samples.steps(),
         "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],

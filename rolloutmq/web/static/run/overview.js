@@ -40,6 +40,7 @@ export const overview = {
       ...(saved ? [] : [heading("Now", taskChoice()), lanes.node, places.time, heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
+    if (saved?.findings.length) patch(places.findings, findings(saved));
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
