@@ -36,7 +36,8 @@ def write_report(folder: Path, file: Path, account: str = "") -> int:
     """
     saved = read_contents(folder, account)
     series = saved["series"]
-    if not (series["steps"]["x"] or series["evaluations"]["x"] or saved["dead"]["total"]):
+    has_steps = series["steps"]["x"] or series["evaluations"]["x"]
+    if not (has_steps or saved["dead"]["total"] or saved["findings"]):
         return 0
     page = _page(saved).encode()
     file.write_bytes(page)
