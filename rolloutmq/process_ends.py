@@ -53,7 +53,8 @@ class ProcessEnd(ProcessStart):
     `fruitless`: lives in a row that achieved nothing, with this one (`launch/child.py`).
     `is_final`: it ended the run. `memory`: its own, as seen last; `free`, `total`: of the machine,
     or of the container, then. `disk_free`: on the disk of the run's folder. `oom_kills`: processes
-    that the kernel killed for lack of memory in the half minute before.
+    that the kernel killed for lack of memory since the poll before; in the half minute before, of
+    a process that ended by itself.
     """
 
     code: int
@@ -90,6 +91,8 @@ class ProcessEnd(ProcessStart):
         if self.kind == "process/out_of_memory":
             whom = "it" if self.code < 0 else "a process of this machine just before"
             said = f"the kernel killed {whom} for lack of memory"
+            if self.free > self.total // 5:
+                said += ", perhaps at the limit of a container"
             return f"{said}{self._memory}" + (f"; {self.cause}" if self.code > 0 else "")
         if -self.code in BY_OTHERS:
             return f"by whom is unknown{self._memory}"
@@ -145,6 +148,8 @@ class ProcessJournal:
         if not self._samples:
             self.sample(())
         before = self._samples[-1]
+        # a process that was killed ended since the poll before that sample
+        earlier = self._samples[-2 if code < 0 and len(self._samples) > 1 else 0]
         memory = next(
             (each.memory[pid] for each in reversed(self._samples) if pid in each.memory), 0
         )
@@ -152,7 +157,7 @@ class ProcessJournal:
             name=name, rank=rank, pid=pid, at_s=time.time(), code=code,
             memory=memory, free=before.free, total=before.total,
             disk_free=min(before.disk_free, _disk_free(self._folder)),
-            oom_kills=_oom_kills() - self._samples[0].oom_kills,
+            oom_kills=_oom_kills() - earlier.oom_kills,
         )  # fmt: skip
 
     def full_disk(self, end: ProcessEnd) -> str:

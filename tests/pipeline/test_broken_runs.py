@@ -39,9 +39,14 @@ def read(site: Site, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def has(site: Site, name: str) -> Callable[[], bool]:
-    """Whether `status` has a finding; it has none before the run was made."""
-    words = ("status", "--json", "--run-dir", str(site.run_dir))
-    return lambda: f'"name": "{name}"' in in_process(*words).stdout
+    """Whether `status` has a finding, once the run is made."""
+
+    def is_found() -> bool:
+        record = read_record(site.run_dir)
+        is_made = record is not None and record.stage is not Stage.PREPARING
+        return is_made and name in read(site, "status")
+
+    return is_found
 
 
 def check_advice(found: dict[str, dict[str, Any]]) -> None:

@@ -52,7 +52,7 @@ def diagnose(snap: RunView) -> list[Symptom]:
 
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
-    parts = [_account, _pauses, _roles, _workers, _unclaimed, _memory, _tasks, _shares]
+    parts = [_account, _pauses, _roles, _workers, _unclaimed, _memory, _tasks, _shares, _retries]
     parts += [] if snap.paused_by else [_weights, _supply, _hanging]
     if snap.mode == "finish":
         parts = [_account, _shares]
@@ -242,6 +242,12 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
                     f"task {task.account.task}: {share}",
                     share.fix,
                 )
+
+
+def _retries(snap: RunView) -> Iterator[Symptom]:
+    for (task, cause), number in snap.retries.most_common(SHOWN):
+        what = f"task {task}: {plural(number, 'rollout')} failed, and were made again: {cause}"
+        yield note("task/retries", what, "`rolloutmq logs worker --level warning` has each of them")
 
 
 # what takes long responses away (buffer/control/length_counts.py), and what can be done
