@@ -73,6 +73,10 @@ class LaunchRecord(BaseModel):
     versions: dict[str, str] = {}
     ended_by: ProcessEnd | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self.stage in (*_ENDED, Stage.DIED)
+
 
 class OwnedFolder:
     """A run's folder whose lock this process holds."""
