@@ -28,7 +28,7 @@ from buffer.readable import format_size
 from buffer.redis.server.embedded import FULL_BYTES
 
 PROCESSES_FILE = "processes.jsonl"
-SAMPLES = 60  # half a minute: what a killed process leaves behind may end that much later
+SAMPLES = 20  # ten seconds: a process of many GiB ends that long after it was killed
 NO_SPACE = os.strerror(28)  # ENOSPC
 BY_OTHERS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})
 
@@ -53,8 +53,7 @@ class ProcessEnd(ProcessStart):
     `fruitless`: lives in a row that achieved nothing, with this one (`launch/child.py`).
     `is_final`: it ended the run. `memory`: its own, as seen last; `free`, `total`: of the machine,
     or of the container, then. `disk_free`: on the disk of the run's folder. `oom_kills`: processes
-    that the kernel killed for lack of memory since the poll before; in the half minute before, of
-    a process that ended by itself.
+    that the kernel killed for lack of memory in the seconds before.
     """
 
     code: int
@@ -71,7 +70,7 @@ class ProcessEnd(ProcessStart):
     @property
     def kind(self) -> Kind:
         """The stable name of the finding about it."""
-        if self.oom_kills and (self.code > 0 or self.code == -signal.SIGKILL):
+        if self.oom_kills and self.code == -signal.SIGKILL:
             return "process/out_of_memory"
         if self.disk_free < FULL_BYTES or NO_SPACE in self.cause:
             return "disk/full"
@@ -89,13 +88,12 @@ class ProcessEnd(ProcessStart):
     def why(self) -> str:
         """The reason in one line; not the last line of its log if it was killed from outside."""
         if self.kind == "process/out_of_memory":
-            whom = "it" if self.code < 0 else "a process of this machine just before"
-            said = f"the kernel killed {whom} for lack of memory"
-            if self.free > self.total // 5:
-                said += ", perhaps at the limit of a container"
-            return f"{said}{self._memory}" + (f"; {self.cause}" if self.code > 0 else "")
+            limit = ", perhaps at the limit of a container" if self.free > self.total // 5 else ""
+            return f"the kernel killed it for lack of memory{limit}{self._memory}"
         if -self.code in BY_OTHERS:
             return f"by whom is unknown{self._memory}"
+        if self.oom_kills:  # of a child, or of a stranger
+            return f"{self.cause}; before, the kernel killed a process for lack of memory"
         return self.cause
 
     @property
@@ -148,8 +146,6 @@ class ProcessJournal:
         if not self._samples:
             self.sample(())
         before = self._samples[-1]
-        # a process that was killed ended since the poll before that sample
-        earlier = self._samples[-2 if code < 0 and len(self._samples) > 1 else 0]
         memory = next(
             (each.memory[pid] for each in reversed(self._samples) if pid in each.memory), 0
         )
@@ -157,7 +153,7 @@ class ProcessJournal:
             name=name, rank=rank, pid=pid, at_s=time.time(), code=code,
             memory=memory, free=before.free, total=before.total,
             disk_free=min(before.disk_free, _disk_free(self._folder)),
-            oom_kills=_oom_kills() - earlier.oom_kills,
+            oom_kills=_oom_kills() - self._samples[0].oom_kills,
         )  # fmt: skip
 
     def full_disk(self, end: ProcessEnd) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_lack_of_memory_is_named_with_what_the_process_had_and_ends_a_run_soon(
                 child.keep_alive()
                 journal.sample(child.pids)
                 names.update(found.name for found in explain_folder(tmp_path))
+                time.sleep(0.1)
 
     try:
         with pytest.raises(ProcessFailed) as caught:
