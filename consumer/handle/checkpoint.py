@@ -2,12 +2,14 @@
 
 <folder>/step-000012/trainer.json           the position (buffer/ledger/position.py)
                      state-*.safetensors     of each rank (saved_state.py)
+                     *.sha256                the digest of each, for `sha256sum -c`
 
 Invariant: a folder under its final name is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
@@ -26,6 +28,8 @@ from buffer.weights.new_folder import follow_umask
 log = logging.getLogger("rolloutmq.trainer")
 
 POSITION = "trainer.json"
+
+DIGEST = ".sha256"  # suffix of the file with the digest of another
 
 ROWS = "rows"  # metadata key: first row and number of all rows of sharded tensors
 
@@ -104,6 +108,7 @@ class CheckpointFolder:
         data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
         try:
             (folder / POSITION).write_bytes(data)
+            keep_digest(folder / POSITION)
             follow_umask(folder)
             for written in [*folder.rglob("*"), folder]:
                 sync(written)
@@ -152,6 +157,17 @@ class CheckpointFolder:
 
     def _hidden(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def keep_digest(file: Path) -> None:
+    """Write the SHA-256 of a file beside it, as `sha256sum` does."""
+    text = f"{digest_of(file)}  {file.name}\n"
+    file.with_name(f"{file.name}{DIGEST}").write_text(text, encoding="utf-8")
+
+
+def digest_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_state(folder: Path) -> None:

@@ -16,7 +16,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from buffer.errors import AccountError, StoreUnavailable, StoreUnsafe
+from buffer.imports import attached, load_object
 from buffer.ledger.account import FsckReport
+from buffer.redis.key_fields import Damage
 from buffer.redis.server.check import check_all
 from buffer.run.run import Run
 from consumer.handle.step_log import STEPS_FILE, StepLog
@@ -42,6 +44,9 @@ from rolloutmq.views.screen import groups_table
 
 _SHOWN = 20
 
+AUDITS = "rolloutmq.audits"
+"""The group of entry points whose functions return further faults of a run, as sentences."""
+
 
 @command("fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean")
 @on_run
@@ -56,6 +61,8 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
         found = target.run.account.fsck(
             lambda done, total: advance(f"checked, of {count(total)} groups", done)
         )
+    for spec in attached(AUDITS).values():
+        found.damage += map(Damage, load_object(spec, kind="audit")(target.run))
     folder = target.run_dir
     has_log = folder and (folder / STEPS_FILE).is_file()
     steps = RunFolder(folder).log if folder and has_log else None
