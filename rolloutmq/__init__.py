@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from consumer.handle.checkpointed_consumer import CheckpointedConsumer as CheckpointedConsumer
     from consumer.handle.publication import publish as publish
     from consumer.handle.rollout_consumer import RolloutConsumer as RolloutConsumer
+    from consumer.handle.shadow import ShadowConsumer as ShadowConsumer
     from consumer.handle.sharded_consumer import ShardedConsumer as ShardedConsumer
     from consumer.handle.torch_dataset import BatchDataset as BatchDataset
     from consumer.handle.torch_dataset import padded_tensors as padded_tensors
@@ -88,6 +89,7 @@ _NAMES = {
     "consumer.handle.batch": "Batch",
     "consumer.handle.publication": "publish",
     "consumer.handle.rollout_consumer": "RolloutConsumer",
+    "consumer.handle.shadow": "ShadowConsumer",
     "consumer.handle.sharded_consumer": "ShardedConsumer",
     "consumer.handle.torch_dataset": "BatchDataset padded_tensors",
     "producer_workers.agent_loops.agent_loop": "AgentLoop",

@@ -1,0 +1,75 @@
+"""Read the batches of a live run beside its trainer, for a second trainer, a profiler, a dashboard.
+
+    shadow = ShadowConsumer(run)
+    for batch in shadow.batches():
+        compare(batch.step, batch.groups)
+    print(shadow.missed)
+
+It only reads, holds no role, and nothing waits for it: a batch that the run has freed before it was
+read is missed. A shadow that must miss none needs [retention] batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from buffer.control.control import Mode
+from buffer.errors import PayloadMissing
+from buffer.manifest import Manifest
+from buffer.run.run import Run
+from buffer.wire.group import RolloutGroup
+
+BLOCK_MS = 1000  # longest wait for an event before the ledger is asked again
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowBatch:
+    """A batch that a trainer has taken, with the groups that it got."""
+
+    step: int
+    groups: list[RolloutGroup]
+    manifest: Manifest
+
+
+class ShadowConsumer:
+    """Follows the batches of a run from the next one on, or from step `first`."""
+
+    def __init__(self, run: Run, *, first: int | None = None) -> None:
+        self._run = run
+        self._next = run.ledger.steps().taken + 1 if first is None else first
+        self.missed: list[int] = []
+        """steps that the run had freed"""
+
+    def batches(self) -> Iterator[ShadowBatch]:
+        """Yield each batch once it is taken and complete, until the run is finished."""
+        events = self._run.events
+        last = events.newest()
+        while True:
+            is_over = self._run.control.state().mode is Mode.FINISH
+            taken = self._run.ledger.steps().taken
+            while self._next <= taken:
+                batch = self._read(self._next)
+                if batch and not batch.manifest.is_complete:
+                    break  # groups that could not be read are being replaced
+                self._next += 1
+                if batch:
+                    yield batch
+                    taken = self._run.ledger.steps().taken
+            if is_over and self._next > taken:
+                return
+            if news := events.read(last, block_ms=BLOCK_MS):
+                last = news[-1][0]
+
+    def _read(self, step: int) -> ShadowBatch | None:
+        """Return the batch of a step; None where it is missed."""
+        manifest = self._run.ledger.manifest(step)
+        try:
+            if manifest and manifest.is_complete:
+                return ShadowBatch(step, self._run.buffer.load(manifest), manifest)
+        except PayloadMissing:
+            manifest = None
+        if manifest is None:
+            self.missed.append(step)
+            return None
+        return ShadowBatch(step, [], manifest)
