@@ -72,6 +72,8 @@ SECTIONS = {
     },
     "Data": {
         "export": ("cli.data", "Write groups to a file, one line per rollout."),
+        "bundle": ("extensions.records.commands",
+            "Write one step of a run as a file that `rolloutmq replay` trains on any machine."),
         "fork": ("extensions.records.commands",
             "Make a run that goes on from a checkpoint of another one, with other settings."),
         "prove": ("extensions.records.commands",

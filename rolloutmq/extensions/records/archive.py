@@ -139,16 +139,7 @@ class Archive:
 
     def open(self, step: int) -> StepFile:
         """Return the file of a step. Raises RecordDamaged."""
-        name = _name(step)
-        try:
-            with self._failing():
-                data = self._shelf.get(name)
-        except FileNotFoundError:
-            raise ArchiveFailed(
-                f"{self.place} has no file of step {step}: {self._having()}",
-                hint="put a copy of the file there; steps on one side of the gap can be replayed "
-                "from a checkpoint on that side",
-            ) from None
+        data, name = self.raw(step), _name(step)
         file = StepFile(f"{self.place.rstrip('/')}/{name}", BytesIO(data))
         if file.facts.step != step:
             raise RecordDamaged(
@@ -156,6 +147,18 @@ class Archive:
                 hint="give the files of the archive their own names",
             )
         return file
+
+    def raw(self, step: int) -> bytes:
+        """Return the bytes of the file of a step."""
+        try:
+            with self._failing():
+                return self._shelf.get(_name(step))
+        except FileNotFoundError:
+            raise ArchiveFailed(
+                f"{self.place} has no file of step {step}: {self._having()}",
+                hint="put a copy of the file there; steps on one side of the gap can be replayed "
+                "from a checkpoint on that side",
+            ) from None
 
     def put(self, step: int, write: Callable[[Path], object]) -> None:
         """Store the file of a step, made by `write`, and delete those of later steps."""

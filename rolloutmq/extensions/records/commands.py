@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from buffer.errors import ConfigError
 from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.step_file import RecordDamaged
-from rolloutmq.options import RUNS, AsJson, ConfigUrl, Output, Overrides
+from rolloutmq.options import RUNS, AsJson, ConfigUrl, Output, Overrides, RunDir
 from rolloutmq.output import console, count, progress
 from rolloutmq.run_owner import LOCK_FILE, Stage, choose_folder, own, read_record
 from rolloutmq.views.explain.symptom import marked
@@ -38,6 +39,14 @@ RunFolderArgument = Annotated[
         help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
     ),
 ]
+RunFolderOrBundle = Annotated[
+    Path | None,
+    Argument(
+        metavar="RUN_FOLDER|BUNDLE",
+        help="Folder of the run, or a file of `rolloutmq bundle`. Default: the run under ./runs "
+        "that was used last.",
+    ),
+]
 ArchivePlace = Annotated[
     str | None,
     Option(
@@ -52,12 +61,19 @@ REPLAY_EPILOG = """
 Examples: rolloutmq replay runs/demo
           rolloutmq replay runs/demo --from 40 --to 60
           rolloutmq replay runs/demo --from 40 --set learner.loss.clip_high=0.28 --name wide
+          rolloutmq replay step41.rmq
+"""
+
+BUNDLE_EPILOG = """
+\b
+Examples: rolloutmq bundle step41.rmq --step 41
+          rolloutmq bundle step41.rmq --step 41 --run-dir runs/demo
 """
 
 
 @command("replay", epilog=REPLAY_EPILOG)
 def replay(
-    folder: RunFolderArgument = None,
+    folder: RunFolderOrBundle = None,
     start: Annotated[
         int, Option("--from", min=0, help="Checkpoint to begin with; 0: the run's first weights.")
     ] = 0,
@@ -79,16 +95,46 @@ def replay(
     run. Needs [retention] policy = "archive" in the run's config. Where checkpoint FROM is not
     kept, it begins with the newest one before it.
     """
-    parent = choose_folder(folder, RUNS)
     given = list(overrides or [])
+    if folder and folder.is_file():
+        _replay_bundle(folder, given, name, as_json=as_json)
+        return
+    parent = choose_folder(folder, RUNS)
     records = Archive(archive or str(parent / "archive"))
+    _replay(parent, records, name or f"{parent.name}-replay", start, last, given, as_json=as_json)
+
+
+def _replay_bundle(file: Path, given: list[str], name: str | None, *, as_json: bool) -> None:
+    """Replay the step of a bundle; keep the run only if it has a name."""
+    from rolloutmq.extensions.records.bundle import open_bundle
+
+    with tempfile.TemporaryDirectory(prefix="rolloutmq-") as place:
+        folder = Path(place) / "bundle"
+        step = open_bundle(file, folder)
+        records = Archive(str(folder / "archive"))
+        try:
+            _replay(folder, records, name or "replayed", step - 1, step, given, as_json=as_json)
+        finally:
+            if name:
+                shutil.move(folder.with_name(name), file.with_name(name))
+
+
+def _replay(
+    parent: Path,
+    records: Archive,
+    name: str,
+    start: int,
+    last: int | None,
+    given: list[str],
+    *,
+    as_json: bool,
+) -> None:
     steps = records.steps()
     if not steps:
         raise ConfigError(
             f"{records.place} has no batch",
             hint='set [retention] policy = "archive" before a run; --archive names another place',
         )
-    name = name or f"{parent.name}-replay"
     target = parent.with_name(name)
     end = last or steps[-1]
     left = _unfinished(target, "replay")
@@ -167,6 +213,34 @@ def _verdict(
     elif not is_changed:
         yield Text(f"[note] the run keeps no checkpoint of step {end} to compare with", style="dim")
     yield Text(f"{target} has curves, samples and a checkpoint: rolloutmq web --run-dir {target}")
+
+
+@command("bundle", epilog=BUNDLE_EPILOG)
+def bundle_step(
+    file: Annotated[Path, Argument(metavar="FILE", help="New file, such as step41.rmq.")],
+    step: Annotated[int, Option("--step", min=1, help="A step of the archive.")],
+    run_dir: RunDir = None,
+    archive: ArchivePlace = None,
+    max_mb: Annotated[
+        int, Option("--max-mb", min=1, help="Most MB that state and model may have.")
+    ] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Write one step of a run as a file that `rolloutmq replay` trains on any machine.
+
+    It has the batch with its texts, the checkpoint before the step, the first weights, settings,
+    versions, and the numbers that came out: what a report of a bug needs. Needs the checkpoint of
+    the step before, and [retention] policy = "archive".
+    """
+    parent = choose_folder(run_dir, RUNS)
+    from rolloutmq.extensions.records.bundle import write_bundle
+
+    records = Archive(archive or str(parent / "archive"))
+    size = write_bundle(parent, records, step, file, max_mb * 10**6)
+    Output(
+        {"file": str(file), "step": step, "bytes": size},
+        [Text(f"{file}: {size / 1e6:.1f} MB. To train it again: rolloutmq replay {file}")],
+    ).print(as_json=as_json)
 
 
 FORK_EPILOG = """

@@ -217,6 +217,8 @@ def prepare(
         torch.set_num_threads(threads)
     folder = parent.with_name(name)
     own = config_of(given, run={"dir": str(parent)})
+    if (parent / "model").is_dir():  # its own, or that of a bundle
+        own = config_of(given, run={"dir": str(parent)}, policy={"model": str(parent / "model")})
     place = {"name": name, "dir": str(folder)}
     if own.run.columns:
         place["columns"] = str(folder / "columns")

@@ -1,0 +1,107 @@
+"""One step as a file that anybody can train again: a zip archive of a small run folder.
+
+    archive/step-0000041.rmq      the batch, config and versions
+    checkpoints/step-000040/      the state before it
+    model/                        the first weights and the tokenizer
+    steps.jsonl                   the line of the step: loss, norms, rewards
+    terms/                        what it was trained under
+
+A bundle comes from somebody else: only files of these names are read, no code in it is imported,
+and weights are safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import orjson
+
+from buffer.errors import ConfigError
+from buffer.imports import is_dotted_path
+from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.step_log import STEPS_FILE
+from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, config_of
+from rolloutmq.launch.terms import FOLDER as TERMS
+
+MOST_BYTES = 4 << 30
+"""Of all files of a bundle that is read."""
+
+_NAMES = re.compile(
+    r"archive/step-\d{7,}\.rmq|archive/[0-9a-f]{64}\.json|terms/[0-9a-f]{64}\.json|steps\.jsonl|"
+    r"checkpoints/step-\d{6,}/[\w.-]+\.(json|safetensors|sha256)|"
+    r"model/[\w.-]+\.(json|safetensors|txt|model|jinja)"
+)
+
+
+def write_bundle(run: Path, archive: Archive, step: int, target: Path, most_bytes: int) -> int:
+    """Write the bundle of a step, and return its bytes.
+
+    Raises ConfigError where the checkpoint before it is not kept, or state and model are larger
+    than `most_bytes`.
+    """
+    before = CheckpointFolder(run / "checkpoints")
+    if step > 1 and step - 1 not in before.steps():
+        kept = ", ".join(map(str, before.steps())) or "none"
+        raise ConfigError(
+            f"{run} has no checkpoint of step {step - 1}",
+            hint=f"kept: {kept}; `rolloutmq replay {run} --to {step - 1}` makes one; then put its "
+            "step into the bundle of that folder",
+        )
+    with archive.open(step) as file:
+        model = config_of(file.facts.config, run={"dir": str(run)}).model_folder
+    state = [*before.path(step - 1).iterdir()] if step > 1 else []
+    files = {f"checkpoints/{path.parent.name}/{path.name}": path for path in state}
+    files |= {f"model/{path.name}": path for path in model.iterdir()}
+    files |= {f"{TERMS}/{path.name}": path for path in (run / TERMS).glob("*.json")}
+    chosen = {name: path for name, path in files.items() if _NAMES.fullmatch(name)}
+    size = sum(path.stat().st_size for path in chosen.values())
+    if size > most_bytes:
+        raise ConfigError(
+            f"state and model have {size / 1e6:,.0f} MB, more than {most_bytes / 1e6:,.0f}",
+            hint="--max-mb sets another limit",
+        )
+    with zipfile.ZipFile(target, "x") as bundle:
+        bundle.writestr(f"archive/step-{step:07d}.rmq", archive.raw(step))
+        for name, path in chosen.items():
+            bundle.write(path, name)
+        lines = (run / STEPS_FILE).read_bytes().splitlines() if (run / STEPS_FILE).exists() else []
+        own = [line for line in lines if line.strip() and orjson.loads(line)["step"] == step]
+        bundle.writestr(STEPS_FILE, b"".join(line + b"\n" for line in own[-1:]))
+    return target.stat().st_size
+
+
+def open_bundle(file: Path, folder: Path) -> int:
+    """Unpack a bundle into a run folder; return its step. Raises RecordDamaged, ConfigError."""
+    try:
+        with zipfile.ZipFile(file) as bundle:
+            infos = bundle.infolist()
+            wrong = [info.filename for info in infos if not _NAMES.fullmatch(info.filename)]
+            if wrong or sum(info.file_size for info in infos) > MOST_BYTES:
+                raise ConfigError(f"{file} is no bundle: it has {wrong[:1] or 'too many bytes'}")
+            for info in infos:
+                path = folder / info.filename
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(bundle.read(info))
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+        hint = "ask for another copy"
+        raise RecordDamaged(f"{file} cannot be read: {error}", hint=hint) from error
+    (step,) = Archive(str(folder / "archive")).steps() or (0,)
+    with Archive(str(folder / "archive")).open(step) as batch:
+        batch.check()
+        _refuse_code(batch.facts)
+    return step
+
+
+def _refuse_code(facts: StepFacts) -> None:
+    """Raise ConfigError for a config that names functions: they would be imported and called."""
+    config = config_of(facts.config)
+    for name in (config.trainer.advantages, config.learner.loss.objective):
+        if is_dotted_path(name):
+            raise ConfigError(
+                f"the bundle trains with {name}, which is code of its sender",
+                hint="look at the code, then replay the folder: unzip the bundle, and give the "
+                "folder to `rolloutmq replay`",
+            )
