@@ -58,7 +58,7 @@ export class Chart {
     return { width: Math.max(120, this.plot.clientWidth), height: this.isTall ? TALL : HEIGHT };
   }
 
-  // curves: [{label, x, values, colour, dash, band: [low, high] or null}]; weight: of the smoothing
+  // curves: [{name of the metric, label, x, values, colour, dash, band: [low, high] or null}]; weight: of the smoothing
   show(curves, weight, isRelative) {
     this.curves = curves;
     this.weight = this.spec.stacked || this.spec.table || this.spec.isHeat ? 0 : weight; // evaluations are few
@@ -227,7 +227,7 @@ export class Chart {
 
 // Bring the chart with a metric into view, and mark it; returns whether there is one.
 export function showChart(metric) {
-  const found = [...charts.step].find(({ spec, node }) => !node.hidden && (spec.key === metric || [spec.lines].flat().some(({ name }) => name === metric)));
+  const found = [...charts.step].find(({ spec, curves = [], node }) => !node.hidden && (spec.key === metric || curves.some(({ name }) => name === metric)));
   found?.node.scrollIntoView({ block: "center" });
   found?.plot.focus({ preventScroll: true });
   return Boolean(found);

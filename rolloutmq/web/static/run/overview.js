@@ -146,7 +146,7 @@ function curvesOf(spec) {
     const lines = linesOf(spec, table.columns).map((wanted, at) => ({ wanted, place: at, values: valuesOf(spec, wanted, table.columns) })).filter(({ values }) => values);
     return lines.map(({ wanted, values, place }, at) => {
       return {
-        label: many ? (lines.length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
+        name: wanted.name, label: many ? (lines.length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
         x: table.x, values, colour: COLOURS[(many ? colourPlace(run) : place) % COLOURS.length], dash: many && at > 0,
         band: wanted.band && choice.smoothing === 0 && runs.length < 3 ? band(table.columns, wanted.name, wanted.band) : null,
         points: spec.table === "evaluations",
