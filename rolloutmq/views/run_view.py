@@ -6,12 +6,13 @@ The account is of one instant (I1); everything else may be a few milliseconds yo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event, TrainerReport, parse_event
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
+from buffer.groups.verdicts import JudgeUse, read_use
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
@@ -40,6 +41,7 @@ class TaskView:
     batch_share: int
     stale_threshold: int  # staleness from which its groups are expired
     is_gone: bool = False  # the run's config lacks it now
+    judge_use: JudgeUse = field(default_factory=JudgeUse)
 
     @property
     def stop_reason(self) -> str:
@@ -319,6 +321,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("dead", "ZCARD", keys.dead)
         ask("garbage", "SCARD", keys.garbage)
         ask("events", "XREVRANGE", keys.events, "+", "-", "COUNT", max(1, events))
+        ask("judge_use", "HGETALL", keys.judge_use)
         ask("header", "LINDEX", keys.batch("train", taken), 0)
         for task in (account.task for account in tasks):
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
@@ -373,6 +376,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         batch_share=int(asked.get(name, 0)) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
+        judge_use=read_use(name, replies["judge_use"]),
     )
 
 
