@@ -18,9 +18,11 @@ All keys of a run begin with `rmq:{RUN}:`, where `RUN` is the name of the run an
 cluster hash tag: they lie in one slot. "Names in scripts" are those in the headers of the Lua
 scripts (`python -m buffer.redis.script_list`); a name with an asterisk is a prefix, which the
 script completes. Trainer and operator may write every key, other roles those of "written by".
-Keys of a limit on calls (`limit…`, and
-`bell:` of its callers) belong to no run, and begin with `rmq-limit:{NAME}:`. `save` copies what is saved; the rest belongs to living processes. The same questions as commands
+`save` copies what is saved; the rest belongs to living processes. The same questions as commands
 are in [Commands](commands.md).
+
+Keys of a limit on calls (`limit…`, and `bell:` of its callers) belong to no run, and begin with
+`rmq-limit:{NAME}:`.
 """
 
 PLACEHOLDERS = {
