@@ -14,7 +14,6 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.ledger.position import Position
 from buffer.redis.whole_file import sync
 from buffer.weights.new_folder import follow_umask
+from buffer.weights.transport import Save
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -62,15 +62,17 @@ class CheckpointFolder:
             ) from error
         return position
 
-    def newest_whole(self) -> Position | None:
+    def newest_whole(self, *, has_state: bool = True) -> Position | None:
         """Return the newest whole position; None: no checkpoint.
 
+        `has_state`: the reference trainer wrote them, whose files of tensors are checked, too.
         Raises ModelError if none is whole.
         """
         problems = []
         for step in reversed(self._folders()):
             try:
-                check_state(self.path(step))
+                if has_state:
+                    check_state(self.path(step))
                 return self.read(step)
             except ModelError as error:
                 log.warning("passing over the checkpoint of step %s: %s", step, error.message)
@@ -83,7 +85,7 @@ class CheckpointFolder:
             )
         return None
 
-    def write(self, position: Position, save: Callable[[Path], None]) -> Path:
+    def write(self, position: Position, save: Save) -> Path:
         """Write a checkpoint and return its folder; `save` writes all parts but the position."""
         folder = self.begin(position.step)
         try:
