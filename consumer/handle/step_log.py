@@ -1,7 +1,8 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
 A line of `steps.jsonl`: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "ended_s":
-1790000000.0, "metrics": {"rewards/mean": 0.4, …}}. A line replaces every earlier line of its step
+1790000000.0, "metrics": {"rewards/mean": 0.4, …}}, and `silenced` with the findings that the config
+silences, if it names any. A line replaces every earlier line of its step
 and of later ones, as a trainer that restarts trains steps again; no group may remain twice (I6).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +40,14 @@ def read_evaluations(folder: Path) -> Evaluations:
 class StepWriter:
     """Appends to `steps.jsonl` and `evaluations.jsonl`; a line is on disk when a call returns."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, silenced: Sequence[str] = ()) -> None:
         self._folder = folder
+        self._silenced = silenced
 
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
         entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
         entry |= {"ended_s": round(time.time(), 3), "metrics": metrics}
+        entry |= {"silenced": self._silenced} if self._silenced else {}
         append_line(self._folder / STEPS_FILE, entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
@@ -73,6 +77,7 @@ class TrainedStep:
     gids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None  # since 1970; None in a log without it
+    silenced: tuple[str, ...] = ()  # names of findings about learning ([trainer] silence)
 
     @property
     def began_s(self) -> float | None:
@@ -90,6 +95,7 @@ class TrainedStep:
             gids=tuple(line.get("gids") or ()),
             metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
             ended_s=float(line["ended_s"]) if "ended_s" in line else None,
+            silenced=tuple(line.get("silenced") or ()),
         )
 
 

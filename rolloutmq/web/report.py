@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from consumer.handle.sample_log import SampleLog
 from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord
 from rolloutmq.versions import all_versions
+from rolloutmq.views.explain.learning import learning
 from rolloutmq.views.run_folder import RunFolder, letters_by_cause
 from rolloutmq.web.series import Mark, RunSeries
 
@@ -87,6 +89,7 @@ def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
         "run": run.name,
         "facts": run.facts() | ({"account": account} if account else {}),
         "series": curves | {"thinned": False},
+        "findings": [asdict(finding) for finding in learning(folder, run.log.steps)],
         "steps": samples.steps(),
         "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],
         "dead": letters_by_cause(run.letters, len(run.letters)),

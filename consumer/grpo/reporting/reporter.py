@@ -24,6 +24,7 @@ from consumer.grpo.reporting.metric_writers import MetricWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.sample_log import Sample, TokenTexts, describe_sample
 from consumer.handle.step_log import StepWriter
+from consumer.learning.findings import LearningLog
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -42,7 +43,8 @@ class Reporter(Observer):
         self._config = config
         self._buffer = buffer
         self._texts = TokenTexts([model_dir])
-        self._log = StepWriter(config.run.folder)
+        self._log = StepWriter(config.run.folder, config.trainer.silence)
+        self._learning = LearningLog(config.run.folder, config.trainer.silence)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -70,11 +72,13 @@ class Reporter(Observer):
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
         self._log.add_step(step, lineage, gids, metrics)
+        self._learning.add_step(step, gids, metrics)
         self._put(lambda writer: writer.write(step, metrics))
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
         """Report an evaluation, which is in the log when this returns. Raises OSError."""
         self._log.add_evaluation(step, task, metrics)
+        self._learning.add_evaluation(step, task, metrics)
         self._put(lambda writer: writer.write_evaluation(step, task, metrics))
 
     def add_samples(

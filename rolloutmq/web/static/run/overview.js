@@ -47,6 +47,7 @@ export const overview = {
       drawTime();
       lanes.update(snapshot.now_ms);
     }
+    else if (saved?.findings.length) patch(places.findings, findings(saved));
     if (hasSteps) drawSteps();
   },
   close() {
