@@ -16,43 +16,33 @@ import numpy as np
 
 from consumer.config.trainer import LEARNING
 from consumer.handle.step_log import Evaluations, TrainedStep, read_evaluations, read_steps
-from consumer.learning import policy_checks, reward_checks
+from consumer.learning import checks
+from consumer.learning.rules import RULES
 from consumer.learning.window import STEPS, Finding, Window
 
 log = logging.getLogger("rolloutmq.trainer")
 
-Check = Callable[[Window], Iterator[Finding]]
+CHECKS: tuple[Callable[[Window], Iterator[Finding]], ...] = (
+    checks.equal_rewards,
+    checks.no_advantage,
+    checks.skipped_updates,
+    checks.entropy,
+    *(rule.found for rule in RULES),
+    checks.policy_jump,
+    checks.one_part,
+    checks.response_limit,
+    checks.length_without_reward,
+    checks.held_out_falls,
+    checks.length_bias,
+)
 
-CHECKS: Mapping[str, Check] = {
-    f"{LEARNING}{check.__name__}": check
-    for check in (
-        reward_checks.equal_rewards,
-        reward_checks.no_advantage,
-        policy_checks.no_gradient,
-        policy_checks.gradient_not_finite,
-        policy_checks.gradient_clipped,
-        policy_checks.entropy_collapse,
-        policy_checks.entropy_explosion,
-        policy_checks.policy_jump,
-        policy_checks.mismatch,
-        reward_checks.same_response,
-        reward_checks.looping,
-        reward_checks.judge_disagreement,
-        reward_checks.one_part,
-        reward_checks.response_limit,
-        reward_checks.length_without_reward,
-        reward_checks.held_out_falls,
-        policy_checks.length_bias,
-    )
-}
-"""By the name in `[trainer] silence`."""
-
+DEGENERATE = ("same_response", "looping")
 EFFECTS: Mapping[str, tuple[str, ...]] = {
-    "equal_rewards": ("same_response",),
-    "no_advantage": ("same_response",),
-    "entropy_collapse": ("same_response",),
-    "response_limit": ("same_response", "looping"),
-    "no_gradient": ("same_response", "equal_rewards", "no_advantage"),
+    "equal_rewards": DEGENERATE,
+    "no_advantage": (*DEGENERATE, "equal_rewards"),
+    "entropy_collapse": DEGENERATE,
+    "response_limit": DEGENERATE,
+    "no_gradient": (*DEGENERATE, "equal_rewards", "no_advantage"),
 }
 """A finding is left out where one of these causes is found, of the same task if it is of one."""
 
@@ -66,20 +56,18 @@ def findings(steps: Sequence[TrainedStep], evaluations: Evaluations) -> list[Fin
     """
     if not steps:
         return []
-    window = Window.of(steps, evaluations)
-    found: list[Finding] = []
+    window = Window(steps[-STEPS:], evaluations)
+    found: dict[tuple[str, str], Finding] = {}  # the first of each kind and task
     with np.errstate(all="ignore"):
-        for name, check in CHECKS.items():
-            if name not in steps[-1].silenced:
-                found += [replace(each, name=name) for each in check(window)]
-    tasks = {(each.name, task) for each in found for task in (each.task, "")}
+        for check in CHECKS:
+            for each in check(window):
+                found.setdefault((each.name, each.task), each)
+    known = {(name, of) for name, task in found for of in (task, "")}
     return [
-        each
-        for each in found
-        if not any(
-            (LEARNING + cause, each.task) in tasks
-            for cause in EFFECTS.get(each.name.removeprefix(LEARNING), ())
-        )
+        replace(each, name=LEARNING + name)
+        for (name, task), each in found.items()
+        if LEARNING + name not in steps[-1].silenced
+        and not any((cause, task) in known for cause in EFFECTS.get(name, ()))
     ]
 
 

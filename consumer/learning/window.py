@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -14,44 +13,40 @@ from numpy.typing import NDArray
 from consumer.handle.step_log import Evaluations, TrainedStep
 
 STEPS = 200  # that are read: views and the trainer's log find the same
-FRESH = 10  # a metric that the newest steps lack is not read
+PATIENCE = 10  # steps for which something must last, as single batches are noise
 LARGEST = 1e30  # sums of squares of larger numbers overflow
 
 Floats = NDArray[np.float64]
-Level = Literal["note", "warning", "error"]
+Test = Callable[[Floats], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What was found about learning, with numbers; since which step, what to try, what to look at.
 
-    `look`: metrics (`rewards/mean`), groups (`math-0000000042`) and commands.
+    `name`: as in `[trainer] silence`. `look`: metrics (`rewards/mean`), groups (`math-0000000042`)
+    and commands.
     """
 
+    name: str
     what: str
     fix: str
     since: int
-    look: tuple[str, ...] = ()
-    level: Level = "warning"
-    name: str = ""
-    """as in `[trainer] silence`; `findings` sets it"""
+    look: tuple[str, ...]
+    level: Literal["note", "warning", "error"] = "warning"
     task: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The means of the first and the last third of some steps, and how sure a change is.
+    """The means of the first and the last third of some steps.
 
-    `z`: the difference in standard errors, as if the steps were independent.
+    `z`: their difference in standard errors, as if the steps were independent.
     """
 
     early: float
     late: float
     z: float
-
-    @property
-    def by(self) -> float:
-        return self.late - self.early
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +56,11 @@ class Series:
     steps: Sequence[int]
     values: Floats
 
-    def part(self, first: int) -> Series:
-        """Return the steps from `first` on."""
-        start = bisect_left(self.steps, first)
-        return Series(self.steps[start:], self.values[start:])
-
-    def mean(self, over: int) -> float:
-        """Return the mean of the newest `over` values; nan without one."""
+    def mean(self, over: int = PATIENCE) -> float:
+        """Return the mean of the newest values; nan without one."""
         return float(self.values[-over:].mean()) if len(self.values) else math.nan
 
-    def since(self, test: Callable[[Floats], NDArray[np.bool_]], over: int) -> int | None:
+    def since(self, test: Test, over: int = PATIENCE) -> int | None:
         """Return since which step the mean of `over` values in a row passes a test.
 
         That is the first of them. None: the newest do not pass, or there are too few.
@@ -83,11 +73,11 @@ class Series:
         return self.steps[first] if first < len(means) else None
 
     def change(self, over: int, fewest: int) -> Change | None:
-        """Return how the newest `over` values have changed; None below `fewest`."""
+        """Return how the newest `over` values have changed; None below `fewest`, at least 6."""
         values = self.values[-over:]
-        third = len(values) // 3
-        if len(values) < fewest or third < 2:
+        if len(values) < fewest:
             return None
+        third = len(values) // 3
         early, late = values[:third], values[-third:]
         error = math.sqrt((early.var(ddof=1) + late.var(ddof=1)) / third)
         by = float(late.mean() - early.mean())
@@ -95,51 +85,47 @@ class Series:
         return Change(float(early.mean()), float(late.mean()), z)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Window:
-    """The newest `STEPS` steps, and all evaluations."""
+    """The newest steps, and all evaluations."""
 
     steps: Sequence[TrainedStep]
-    evaluations: Evaluations = field(default_factory=dict)
+    evaluations: Evaluations
 
-    @classmethod
-    def of(cls, steps: Sequence[TrainedStep], evaluations: Evaluations) -> Window:
-        return cls(steps[-STEPS:], evaluations)
-
-    def series(self, name: str) -> Series:
+    def series(self, name: str, first: int = 0) -> Series:
+        """Return a metric from step `first` on; none of it if the newest steps lack it."""
         rows = [
             (step.step, value)
             for step in self.steps
-            if (value := _finite(step.metrics.get(name))) is not None
+            if step.step >= first and (value := _finite(step.metrics.get(name))) is not None
         ]
-        if not rows or rows[-1][0] <= self.steps[-1].step - FRESH:
-            return Series((), np.zeros(0))
+        if not rows or rows[-1][0] <= self.steps[-1].step - PATIENCE:
+            rows = []
         return Series([step for step, _ in rows], np.array([value for _, value in rows]))
 
-    def reward(self, task: str = "") -> Series:
-        """Return the mean reward of a task, else of all; a run of one task has only the latter."""
-        own = self.series(f"rewards/{task}") if task else None
-        return own if own and len(own.values) else self.series("rewards/mean")
-
-    def rewards_of(self, task: str) -> str:
-        """Return the name of the metric that `reward` reads."""
+    def reward_of(self, task: str) -> str:
+        """Return the name of a task's mean reward: a run of one task has only that of all."""
         own = f"rewards/{task}"
-        return own if any(own in step.metrics for step in self.steps) else "rewards/mean"
+        return own if own in self.steps[-1].metrics else "rewards/mean"
 
-    def rises(self, task: str = "", over: int = 40) -> bool | None:
-        """Return whether the reward has risen, beyond chance; None: too few steps to say."""
-        change = self.reward(task).change(over, fewest=12)
-        return None if change is None else change.z > 2
+    def reward(self, task: str = "") -> Series:
+        return self.series(self.reward_of(task))
 
-    def tasks(self, metric: str) -> list[str]:
-        """Return the tasks that have `METRIC/TASK` in the newest steps."""
-        names = {name for step in self.steps[-FRESH:] for name in step.metrics}
-        return sorted(name[len(metric) + 1 :] for name in names if name.startswith(f"{metric}/"))
+    def rises(self) -> bool:
+        """Return whether the reward has risen in the newest steps, beyond chance."""
+        change = self.reward().change(40, fewest=12)
+        return change is not None and change.z > 2
 
-    def groups(self, task: str, most: int = 3) -> tuple[str, ...]:
-        """Return groups of a task that were trained last."""
-        gids = (gid for step in reversed(self.steps[-FRESH:]) for gid in step.gids)
-        return tuple([gid for gid in gids if gid.rpartition("-")[0] == task][:most])
+    def by_task(self, metric: str) -> dict[str, Series]:
+        """Return `METRIC/TASK` of the newest steps, by task."""
+        names = {name for step in self.steps[-PATIENCE:] for name in step.metrics}
+        own = sorted(name for name in names if name.startswith(f"{metric}/"))
+        return {name[len(metric) + 1 :]: self.series(name) for name in own}
+
+    def groups(self, task: str) -> tuple[str, ...]:
+        """Return three groups of a task that were trained last."""
+        gids = (gid for step in reversed(self.steps[-PATIENCE:]) for gid in step.gids)
+        return tuple([gid for gid in gids if gid.rpartition("-")[0] == task][:3])
 
 
 def _finite(value: Any) -> float | None:
