@@ -174,13 +174,13 @@ def response_limit(run: Window) -> Iterator[Finding]:
         since = series.since(lambda means: means > AT_LIMIT)
         share, reward = series.mean(), run.reward(task).mean()
         cut = run.series(f"at_limit_reward/{task}").mean()
-        others = (reward - share * cut) / (1 - share) if share < 1 else math.nan
-        if since is not None and (cut < 0.5 * others or (share == 1 and cut <= 0)):
-            more = f"others {others:.2g}" if share < 1 else "there are no others"
+        others = (reward - share * cut) / (1 - share) if share < 1 else 0.0
+        # a model that never ends its answers has no others with a reward
+        if since is not None and (cut < 0.5 * others or (cut <= 0 and reward <= 0)):
             yield Finding(
                 "response_limit",
                 f"{share:.0%} of the responses of task {task} reach their token limit, and get a "
-                f"reward of {cut:.2g} ({more})",
+                f"reward of {cut:.2g}, others {others:.2g}",
                 f"a larger `tasks.{task}.sample.max_tokens`, or `overlong_buffer_tokens`; a model "
                 "that does not end its answers needs a warm start",
                 since,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,15 +36,16 @@ CHECKS: tuple[Callable[[Window], Iterator[Finding]], ...] = (
     checks.length_bias,
 )
 
-DEGENERATE = ("same_response", "looping")
+DEGENERATE = ("same_response", "looping", "entropy_explosion")
 EFFECTS: Mapping[str, tuple[str, ...]] = {
     "equal_rewards": DEGENERATE,
     "no_advantage": (*DEGENERATE, "equal_rewards"),
     "entropy_collapse": DEGENERATE,
     "response_limit": DEGENERATE,
+    "length_without_reward": DEGENERATE,
     "no_gradient": (*DEGENERATE, "equal_rewards", "no_advantage"),
 }
-"""A finding is left out where one of these causes is found, of the same task if it is of one."""
+"""A finding is left out where one of these causes is found, of the same task if both are of one."""
 
 ENDED = 10  # steps without a finding after which it has ended: near a threshold it comes and goes
 
@@ -62,13 +63,19 @@ def findings(steps: Sequence[TrainedStep], evaluations: Evaluations) -> list[Fin
         for check in CHECKS:
             for each in check(window):
                 found.setdefault((each.name, each.task), each)
-    known = {(name, of) for name, task in found for of in (task, "")}
     return [
         replace(each, name=LEARNING + name)
         for (name, task), each in found.items()
-        if LEARNING + name not in steps[-1].silenced
-        and not any((cause, task) in known for cause in EFFECTS.get(name, ()))
+        if LEARNING + name not in steps[-1].silenced and not _is_effect(name, task, found)
     ]
+
+
+def _is_effect(name: str, task: str, found: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a finding has a cause among those that are found, by name and task."""
+    causes = EFFECTS.get(name, ())
+    return any(
+        cause in causes and (task == of_task or "" in (task, of_task)) for cause, of_task in found
+    )
 
 
 class LearningLog:
@@ -83,7 +90,8 @@ class LearningLog:
         self._evaluations = read_evaluations(folder)
         last = self._steps[-1].step if self._steps else 0
         # by name and task: at which step it was found last
-        self._lasting = {(each.name, each.task): last for each in self._found()}
+        known = ((each.name.removeprefix(LEARNING), each.task) for each in self._found())
+        self._lasting = dict.fromkeys(known, last)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
         self._evaluations[task, step] = metrics
@@ -95,15 +103,18 @@ class LearningLog:
         self._steps.append(TrainedStep(step, "", tuple(gids), metrics, silenced=self._silenced))
         levels = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
         for each in self._found():
-            if (each.name, each.task) not in self._lasting:
+            kind = (each.name.removeprefix(LEARNING), each.task)
+            # what a cause that ends leaves behind is not new
+            if kind not in self._lasting and not _is_effect(*kind, self._lasting):
                 what = f"{each.what}, since step {each.since}. Try: {each.fix}"
                 look = ", ".join(each.look)
                 log.log(levels[each.level], what, extra={"finding": each.name, "look": look})
-            self._lasting[each.name, each.task] = step
+            self._lasting[kind] = step
         for (name, task), last in [*self._lasting.items()]:
             if step - last >= ENDED:
                 of_task = f" of task {task}" if task else ""
-                log.info("%s%s has ended", name, of_task, extra={"finding": name})
+                what = f"{LEARNING}{name}{of_task} has ended"
+                log.info(what, extra={"finding": LEARNING + name})
                 del self._lasting[name, task]
 
     def _found(self) -> list[Finding]:

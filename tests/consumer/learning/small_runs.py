@@ -1,4 +1,4 @@
-"""Train small models for real, some with a fault, and record their metrics: `runs/NAME.json`.
+"""Train small models for real, some with a fault, and record their metrics: `runs/*/NAME.json`.
 
 `python -m tests.consumer.learning.small_runs [NAME …]` makes the files anew, a minute of a core for
 each. The loop is sampler and learner in one process; `demo.json` is of `make demo` instead:
@@ -111,7 +111,6 @@ HEALTHY = {
     "sums-0": Recipe(evaluate_every=10),
     "sums-1": Recipe(seed=1, evaluate_every=10),
     "sums-2": Recipe(seed=2, rate=5e-4),
-    "sums-fast": Recipe(seed=3, rate=3e-3),
     "sums-long": Recipe(seed=4, batch=16, steps=80, evaluate_every=20),
     "stale": Recipe(seed=5, staleness=4),
     "cispo": Recipe(seed=6, loss={"objective": "cispo"}),
@@ -121,10 +120,11 @@ HEALTHY = {
     "updates": Recipe(
         seed=10, learner={"updates_per_batch": 4, "old_policy": "current"}, rate=5e-4
     ),
-    "small-batch": Recipe(seed=11, batch=4, steps=80),
     "roomy": Recipe(ROOMY, seed=12),
 }
 FAULTS = {
+    "small-batch": Recipe(seed=11, batch=4, steps=80),
+    "sums-fast": Recipe(seed=3, rate=3e-3),
     "zero": Recipe(judge=always(0.0), steps=20),
     "ones": Recipe(judge=always(1.0), steps=20),
     "untrained": Recipe(ROOMY, is_random=True, steps=30),
@@ -231,7 +231,6 @@ def _short(value: float | None) -> float | None:
 
 
 def main(arguments: list[str]) -> None:
-    RUNS.mkdir(exist_ok=True)
     if arguments[:1] == ["--of"]:
         folder, name = Path(arguments[1]), arguments[2]
         found: dict[str, Any] = {}
@@ -248,7 +247,10 @@ def main(arguments: list[str]) -> None:
 
 
 def write(name: str, run: dict[str, Any]) -> None:
-    (RUNS / f"{name}.json").write_bytes(orjson.dumps(run, option=orjson.OPT_NON_STR_KEYS) + b"\n")
+    kind = "faults" if name in FAULTS else "healthy"
+    (RUNS / kind / f"{name}.json").write_bytes(
+        orjson.dumps(run, option=orjson.OPT_NON_STR_KEYS) + b"\n"
+    )
 
 
 if __name__ == "__main__":
