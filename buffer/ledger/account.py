@@ -26,7 +26,7 @@ from buffer.redis.store import RunContext
 
 STAGES = (
     *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
-    *("filtered", "dropped"),
+    *("filtered", "dropped", "skipped"),
 )
 """Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
@@ -48,6 +48,7 @@ class TaskAccount:
     dead: int
     filtered: int
     dropped: int
+    skipped: int
     enqueued: int
     put: int
     imported: int
@@ -59,6 +60,7 @@ class TaskAccount:
     archived_bits: int
     filtered_bits: int
     dropped_bits: int
+    skipped_bits: int
 
     @property
     def stages(self) -> dict[str, int]:

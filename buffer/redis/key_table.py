@@ -52,7 +52,7 @@ class KeyRow(NamedTuple):
     optional: Forms = _NO_FIELDS
 
 
-_END = "bitmap: bit n = draw n is archived / filtered / dropped"
+_END = "bitmap: bit n = draw n is archived / filtered / dropped / skipped"
 
 TABLE: Mapping[str, KeyRow] = {
     # the run
@@ -152,13 +152,14 @@ TABLE: Mapping[str, KeyRow] = {
             **dict.fromkeys(
                 (
                     *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived"),
-                    *("dead", "filtered", "dropped", "put", "imported", "reentered"),
+                    *("dead", "filtered", "dropped", "skipped", "put", "imported", "reentered"),
                     *("highest_draw", "arrivals", "produced_groups", "produced_ms"),
                     *("produced_samples", "produced_tokens", "raw_rewards_count", "failed"),
                     *("expirations", "ended_early", "unmade_tokens", "discarded_tokens"),
                     *("failures_in_row", "filtered_in_row", "tail_step", "unparsed", "begins"),
                     *("error_ms", "leases_lost", "quarantined", "halt_step", "awaited"),
                     *("awaited_step", "truncated", "reasserted", "regenerated", "lost_to"),
+                    "skips_from",
                 ),
                 r"-?\d{1,16}",
             ),
@@ -174,6 +175,13 @@ TABLE: Mapping[str, KeyRow] = {
     "ended:<task>:archived": KeyRow("STRING", _END, _TIDY, name="archived"),
     "ended:<task>:filtered": KeyRow("STRING", _END, name="filtered"),
     "ended:<task>:dropped": KeyRow("STRING", _END, name="dropped"),
+    "ended:<task>:skipped": KeyRow("STRING", _END, name="skipped"),
+    "skips:<task>": KeyRow(
+        "LIST",
+        '"<groups that had ended> <ms> <JSON>" of the newest 10,000 skipped groups, the newest '
+        "first: which record, and why",
+        name="skips",
+    ),
     "dead": KeyRow("ZSET", "gid by time of death (ms)"),
     "dead:<gid>": KeyRow("STRING", "why, as JSON; `reason`: see `buffer/failure_text.py`"),
     # payloads

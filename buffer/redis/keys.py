@@ -115,6 +115,9 @@ class Keys:
     def ended(self, task: str, stage: str) -> str:
         return f"{self.ends}{task}:{stage}"
 
+    def skips(self, task: str) -> str:
+        return f"{self.prefix}skips:{task}"
+
     def dead_letter(self, gid: str) -> str:
         return self.dead_letters + gid
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import JudgeError, RolloutMQError, WireError
+from buffer.errors import JudgeError, RolloutMQError, Skip, WireError
 from buffer.wire.columns import all_columns, column_named
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
@@ -36,7 +36,8 @@ from producer_workers.user_code.user_function import UserFunction, outcome_of
 class Judge(ABC):
     """Scores rollouts, or groups of them if it `sees_group`. Messages call it by its `name`.
 
-    Its methods raise JudgeError; in a worker also JudgeInterrupted, which leaves rollouts ABORTED.
+    Its methods raise JudgeError and Skip; in a worker also JudgeInterrupted, which leaves
+    rollouts ABORTED.
     """
 
     name: str
@@ -110,6 +111,8 @@ class FunctionJudge(Judge):
                 if error:
                     raise error
                 judged += take_columns(self.name, [state], answers)
+            except Skip:
+                raise
             except RolloutMQError as failure:
                 judged.append(failure)
         return judged

@@ -24,6 +24,7 @@ _WHY_GONE = {
     "archived": "trained and committed",
     "filtered": "filtered out before training",
     "dropped": "too old, unusable, or dropped by hand",
+    "skipped": "its prompt makes no sense: `rolloutmq ls --stage skipped` says why",
 }
 _MAY = {"waiting": ("drop",), "pool": ("requeue", "drop"), "dead": ("requeue", "drop")}
 
@@ -109,11 +110,16 @@ def locate(run: Run, gid: str) -> FoundGroup:
     return FoundGroup(gid, trace, stages, record, run.dead_letters.reason(gid))
 
 
-def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGroup:
-    """Return a group with its payload, or its sample if that is freed; raises as `locate`."""
+def find_group(
+    run: Run, gid: str, samples: SampleLog | None = None, *, tokens: bool = False
+) -> FoundGroup:
+    """Return a group with its payload, or its sample if that is freed; raises as `locate`.
+
+    `tokens`: the sample has its numbers by token.
+    """
     found = locate(run, gid)
     if not found.record:
-        return replace(found, sample=samples.find(gid) if samples else None)
+        return replace(found, sample=samples.find(gid, tokens=tokens) if samples else None)
     return replace(found, group=run.buffer.read(payload_of(gid, found.record)))
 
 

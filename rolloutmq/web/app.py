@@ -27,7 +27,7 @@ from consumer.handle.sample_log import SampleLog, TokenTexts, model_folders
 from rolloutmq.views.found_group import FoundGroup
 from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
-from rolloutmq.web.group_routes import ControlRoutes, GroupRoutes, logged_samples
+from rolloutmq.web.group_routes import ControlRoutes, GroupRoutes, logged_samples, with_token_texts
 from rolloutmq.web.report import read_contents
 from rolloutmq.web.run_routes import LogRoutes, RunRoutes
 from rolloutmq.web.watcher import Watcher
@@ -56,7 +56,7 @@ def make_app(
     watcher = Watcher(run, History(run_dir), is_over)
     texts = TokenTexts(model_folders(run, run_dir))
     routes = [
-        *RunRoutes(watcher, run_dir, access).all(),
+        *RunRoutes(run, watcher, run_dir, access).all(),
         *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
         *ControlRoutes(run, run_dir).all(access),
@@ -82,19 +82,19 @@ def make_folder_app(
     is_over: Callable[[], bool] = lambda: False,
 ) -> Starlette:
     """Return the application for a run whose server is lost, from its folder; `why` it is lost."""
-    samples = SampleLog(run_dir)
+    samples, texts = SampleLog(run_dir), TokenTexts([run_dir / "model"])
 
     def contents(request: Request) -> Any:
         saved = read_contents(run_dir)
-        saved["facts"]["not read"] = f"this is read from the run's folder alone: {why}"
+        saved["about"]["facts"]["not read"] = f"this is read from the run's folder alone: {why}"
         return {"own": saved["run"], "runs": [saved["run"]], "saved": saved}
 
     def group(request: Request) -> Any:
         gid = request.path_params["gid"]
-        sample = samples.find(gid)
+        sample = samples.find(gid, tokens=True)
         if sample is None:
             raise ConfigError(f"the run's folder has no sample of {gid[:80]}", hint=why)
-        return FoundGroup(gid, sample=sample).document(tokens=True)
+        return with_token_texts(FoundGroup(gid, sample=sample), texts)
 
     routes = [
         access.reading("/api/runs", contents),

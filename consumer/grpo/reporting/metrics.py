@@ -20,6 +20,7 @@ from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
 from buffer.wire.staleness import staleness
 from consumer.grpo.learner.group_rewards import FULL_SCORE
 from consumer.grpo.reporting.answers import Answer, answers_of, learning_metrics, reward_parts
+from consumer.handle.histogram import StepHistogram
 
 POOLS = ("completed", "aborted", "expired")
 
@@ -143,6 +144,14 @@ class BatchColumns:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    def histograms(self) -> dict[str, StepHistogram]:
+        """Return the histograms of scores, and of response tokens."""
+        found = {
+            "rewards": StepHistogram.of(self.scores),
+            "response_len": StepHistogram.of(self.lengths, finest=1.0),
+        }
+        return {name: histogram for name, histogram in found.items() if histogram}
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the batch, except its staleness."""
         metrics = {
@@ -195,6 +204,7 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     metrics |= {
         "async/failed_tries": total("failed"),
         "async/filtered_groups": total("filtered"),
+        "async/skipped_groups": total("skipped"),
         **{
             f"async/{name}": total(name)
             for name in ("expirations", "ended_early", "discarded_tokens", "produced_samples")

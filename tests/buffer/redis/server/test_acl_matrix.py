@@ -40,7 +40,7 @@ WRITES = {
     "group:<gid>": ALL, "age:<task>": ALL, "leases": ALL, "pool:<task>:<status>": ALL,
     "payload:<gid>:<token>": ALL, "garbage": ALL, "bytes": ALL, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
-    "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
+    "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "ended:<task>:skipped": ALL, "skips:<task>": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
     "worker:<id>": ALL, "bad_submissions": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
     "events": ALL,
 }  # fmt: skip
