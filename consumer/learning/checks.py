@@ -31,6 +31,16 @@ JUMP, TIMES = 0.3, 10.0
 CleanRL); a tiny model at a staleness of 4 has 0.2 in single steps.
 """
 
+KL = 0.05
+"""At a staleness of 0, and as much more for each publication of staleness. Tinker calls below 0.01
+stable; engines that compute in another dtype have a few thousandths.
+"""
+
+SAME_POLICY = (
+    "the same dtype, attention and chat template in engine and trainer, a temperature that both "
+    "know; a smaller max_staleness, or a lower learning rate where rollouts are old"
+)
+
 AT_LIMIT = 0.3
 """Share of truncated responses; `doctor` warns from 0.1 on, whatever it does to the reward."""
 
@@ -165,6 +175,22 @@ def policy_jump(run: Window) -> Iterator[Finding]:
             "a lower learning rate, fewer updates_per_batch, a smaller max_staleness",
             step,
             ("policy/kl_old", "policy/ratio", f"rolloutmq batch {step}"),
+        )
+
+
+def mismatch(run: Window) -> Iterator[Finding]:
+    """Find rollouts whose log-probabilities are not those of the policy that trains on them."""
+    kl, staleness = run.series("mismatch/kl"), run.series("staleness/mean").mean()
+    old = 0.0 if math.isnan(staleness) else staleness
+    since = kl.since(lambda means: means > KL * (1 + old))
+    if since is not None:
+        yield Finding(
+            "mismatch",
+            f"rollouts are not of the policy that trains on them: their KL is {kl.mean():.2g} at a "
+            f"staleness of {old:.1f}",
+            SAME_POLICY,
+            since,
+            ("mismatch/kl", "mismatch/ess", "staleness/mean"),
         )
 
 

@@ -27,6 +27,7 @@ CHECKS: tuple[Callable[[Window], Iterator[Finding]], ...] = (
     checks.no_advantage,
     checks.skipped_updates,
     checks.entropy,
+    checks.mismatch,
     *(rule.found for rule in RULES),
     checks.policy_jump,
     checks.one_part,

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from consumer.learning.checks import SAME_POLICY
 from consumer.learning.window import PATIENCE, Finding, Test, Window
 
 OTHER_JUDGE = "a judge that does not pay for them, a lower learning rate, an older checkpoint"
-SAME_POLICY = (
-    "the same dtype, attention and chat template in engine and trainer, a temperature that both "
-    "know; a smaller max_staleness, or a lower learning rate where rollouts are old"
-)
 
 
 class Rule(NamedTuple):
@@ -77,10 +74,6 @@ RULES = (
         "{value:.0%} of the tokens are clipped: their ratio to the policy that sampled them left "
         "its bounds", "a lower learning rate, fewer updates_per_batch, a smaller max_staleness",
         ("policy/ratio", "staleness/mean"), is_of_task=False),
-    # Tinker calls below 0.01 stable; a tiny model at a staleness of 4 has 0.1
-    Rule("mismatch", "mismatch/kl", lambda means: means > 0.2,
-        "rollouts are not of the policy that trains on them: their KL is {value:.2g}",
-        SAME_POLICY, ("mismatch/ess", "staleness/mean"), is_of_task=False),
     # half of the batch has no weight; 0 is the value without a token
     Rule("mismatch", "mismatch/ess", lambda means: (means < 0.5) & (means > 0),
         "rollouts are not of the policy that trains on them: {value:.0%} of the tokens have weight",

@@ -36,7 +36,14 @@ RUNS = Path(__file__).parent / "runs"
 FAMILIES = (
     *("rewards/mean", "rewards/TASK", "reward_", "equal_groups/", "same_response/", "looping"),
     *("at_limit", "judge_disagreement/", "policy/", "mismatch/kl", "mismatch/ess"),
-    *("mismatch/dropped_fraction", "optim/", "response_len/mean", "batch/", "length_bias/"),
+    *(
+        "mismatch/dropped_fraction",
+        "staleness/mean",
+        "optim/",
+        "response_len/mean",
+        "batch/",
+        "length_bias/",
+    ),
 )
 
 Judge = Callable[[RolloutState, str], dict[str, float]]
@@ -131,12 +138,10 @@ FAULTS = {
     "few-groups": Recipe(judge=by_prompt, steps=40),
     "collapse": Recipe(rate=2e-2, steps=40),
     "drift": Recipe(judge=chance, rate=3e-3, steps=60),
-    "explosion": Recipe(loss={"entropy_coef": 1.0}),
+    "too-stale": Recipe(staleness=12, rate=3e-3),
     "huge-rate": Recipe(rate=0.3, steps=40),
     "clipped": Recipe(learner={"max_grad_norm": 1e-3}, steps=40),
-    "not-finite": Recipe(
-        learner={"max_skipped_updates": 1000, "max_grad_norm": 1e9}, rate=1e30, steps=20
-    ),
+    "not-finite": Recipe(of_engine=1e30, learner={"max_skipped_updates": 1000}, steps=12),
     "many-updates": Recipe(
         rate=2e-2, learner={"updates_per_batch": 16, "old_policy": "current"}, steps=30
     ),
@@ -208,6 +213,7 @@ def train(recipe: Recipe, models: Path) -> dict[str, Any]:
             evaluations[step - 1] = {"eval/accuracy": accuracy, "eval/groups": 20.0}
         metrics = controller.fit(groups)
         columns = BatchColumns.of(groups, controller.advantages, controller.fates)
+        metrics["staleness/mean"] = float(min(recipe.staleness, step - 1))
         steps.append(TrainedStep(step, "a", tuple(gids), metrics | columns.metrics()))
     return compact(steps, {"held_out": evaluations} if evaluations else {})
 

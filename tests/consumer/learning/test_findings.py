@@ -36,6 +36,8 @@ FAULTS = {
     "drift": {"judge_disagreement", "entropy_collapse"},
     "rambling": {"entropy_explosion"},
     "clipped": {"gradient_clipped"},
+    "wrong-engine": {"mismatch"},
+    "many-updates": {"same_response"},
     "huge-rate": {"equal_rewards"},
     "sums-fast": {"no_advantage"},
     "small-batch": {"no_advantage"},
