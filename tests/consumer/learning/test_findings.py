@@ -38,6 +38,8 @@ FAULTS = {
     "clipped": {"gradient_clipped"},
     "wrong-engine": {"mismatch"},
     "many-updates": {"same_response"},
+    "too-stale": {"mismatch", "no_advantage"},
+    "coin": {"judge_disagreement"},
     "huge-rate": {"equal_rewards"},
     "sums-fast": {"no_advantage"},
     "small-batch": {"no_advantage"},
@@ -95,6 +97,35 @@ def test_a_gradient_of_zero_is_an_effect_of_equal_rewards_or_a_finding() -> None
     assert [each.name for each in findings(steps, {})] == ["learning/no_gradient"]
     equal = [TrainedStep(n, "", (), metrics | {"reward_range/math": 0.0}) for n in range(1, 12)]
     assert [each.name for each in findings(equal, {})] == ["learning/equal_rewards"]
+
+
+def test_responses_that_grow_without_a_reward_are_found_and_with_one_are_not() -> None:
+    def run(gain: float) -> list[TrainedStep]:
+        return [
+            TrainedStep(
+                n,
+                "",
+                (),
+                {
+                    "response_len/mean": 40.0 + n + n % 3,
+                    "rewards/mean": 0.3 + gain * n + 0.02 * (n % 5),
+                },
+            )
+            for n in range(1, 61)
+        ]
+
+    assert [each.name for each in findings(run(0.0), {})] == ["learning/length_without_reward"]
+    assert findings(run(0.005), {}) == []
+
+
+def test_a_kl_of_single_steps_far_above_the_others_is_a_jump() -> None:
+    kl = [0.004 + 0.002 * (n % 3) for n in range(40)]
+    steps = [TrainedStep(n, "", (), {"policy/kl_old": each}) for n, each in enumerate(kl, start=1)]
+    assert findings(steps, {}) == []
+    steps[34] = TrainedStep(35, "", (), {"policy/kl_old": 0.9})
+    (found,) = findings(steps, {})
+    assert (found.name, found.since) == ("learning/policy_jump", 35)
+    assert "rolloutmq batch 35" in found.look
 
 
 NAMES = sorted({
