@@ -72,6 +72,9 @@ SECTIONS = {
     },
     "Data": {
         "export": ("cli.data", "Write groups to a file, one line per rollout."),
+        "prove": ("extensions.records.commands",
+            "Tell which prompts, judges and weights made a checkpoint, and whether all is "
+            "unaltered."),
         "replay": ("extensions.records.commands",
             "Train archived batches of a run again, without workers."),
         "export-model": ("launch.commands",

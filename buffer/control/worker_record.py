@@ -16,6 +16,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from buffer.control.retry_counts import Retries, read_retries
 from buffer.readable import shorten_reason
 from buffer.wire.rollout import PolicyVersion
 
@@ -149,6 +150,11 @@ class HeartbeatNumbers:
     )  # fmt: skip
     judging_ms: int = 0  # the time that all answers of judges took together
     judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
+    retried: str = ""  # rollouts by task and cause: `RetryCounts.text`
+    quota_waits: int = _reported(
+        0, "waits", "Calls that wait for a quota.", metric="worker_calls_waiting",
+    )  # fmt: skip
+    quota: str = ""  # the limit for which most of them wait, with + for spaces
     replaced: int = _reported(  # processes
         0, "replaced", "Users' code that hung.", metric="worker_processes_replaced",
         is_counter=True,
@@ -215,6 +221,11 @@ class WorkerRecord(HeartbeatNumbers):
     seen_ms: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
     """what else the worker registered: host, pid, …"""
+
+    @property
+    def retries(self) -> Retries:
+        """Rollouts that failed while their group went on, by task and cause."""
+        return read_retries(self.retried)
 
     @property
     def judge_times(self) -> Histogram:

@@ -32,6 +32,7 @@ Writer = Literal["producer", "worker"]
 
 _ALL: tuple[Writer, ...] = ("producer", "worker")
 _TIDY: tuple[Writer, ...] = ("producer",)
+_WORKER: tuple[Writer, ...] = ("worker",)
 _NONE: tuple[Writer, ...] = ()
 
 
@@ -225,6 +226,27 @@ TABLE: Mapping[str, KeyRow] = {
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
         _NONE,
+        saved=False,
+    ),
+    # a limit on calls of a service; its keys begin with `rmq-limit:{NAME}:`
+    "limit": KeyRow(
+        "HASH",
+        "a limit on calls, which runs share: when the next may be made, calls in progress, speed "
+        "after a refusal, the lowest quota that a caller sets",
+        _WORKER,
+        saved=False,
+    ),
+    "limit_queue": KeyRow("ZSET", "its waiting callers by turn", _WORKER, saved=False),
+    "limit_turns": KeyRow(
+        "HASH", "the next turn of each run and task that uses it", _WORKER, saved=False
+    ),
+    "limit_callers": KeyRow(
+        "ZSET", "its callers by the ends of their leases (ms)", _WORKER, saved=False
+    ),
+    "limit_caller:<caller>": KeyRow(
+        "HASH",
+        "permits that a process has got, ended and still wants for a task",
+        _WORKER,
         saved=False,
     ),
     # weights

@@ -29,7 +29,7 @@ from rolloutmq.options import (
 from rolloutmq.output import age, console, emit_line, facts, known, plural, table
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.explain.learning import learning
-from rolloutmq.views.explain.symptom import worst_first
+from rolloutmq.views.explain.processes import with_processes
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
 from rolloutmq.views.run_folder import RunFolder
@@ -43,16 +43,10 @@ def _folder_status(folder: Path, error: StoreUnavailable, **_: object) -> Output
     why = Text(f"the server of this run cannot be read: {error.message}", style="yellow")
     title = Text(f"run {read.name}, from its folder", style="bold")
     known = read.facts()
-    found = learning(folder, read.log.steps)
-    document = {
-        "run": read.name,
-        "phase": "no server",
-        "folder": known,
-        "error": error.message,
-        "findings": [asdict(symptom) for symptom in found],
-    }
-    shown = [title, why, facts([*known.items()]), *(symptom.text() for symptom in found)]
-    return Output(document, shown)
+    found = [asdict(symptom) for symptom in read.findings]
+    document = {"run": read.name, "phase": "no server", "folder": known, "error": error.message}
+    shown = [title, why, facts([*known.items()]), *(each.text() for each in read.findings)]
+    return Output(document | {"findings": found}, shown)
 
 
 @command("status", epilog="Example: rolloutmq status --json | python -m json.tool")
@@ -85,8 +79,8 @@ def status(
     view = read_run_view(target.run)
     steps = read_steps(target.run_dir)
     waits = read_waits(target.run, view, steps)
-    about_learning = learning(target.run_dir, steps or view.last_trained)
-    found = worst_first([*diagnose(view), *about_learning])
+    found = [*diagnose(view), *learning(target.run_dir, steps or view.last_trained)]
+    found = with_processes(view, found, target.run_dir)
     shown = [status_screen(view), *(symptom.text() for symptom in found)]
     shown += [Text(f"\n{waits}")] if waits else []
     findings = [asdict(symptom) for symptom in found]

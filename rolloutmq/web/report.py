@@ -15,7 +15,6 @@ import orjson
 
 from consumer.handle.sample_log import SampleLog
 from rolloutmq.views.about_run import about_run
-from rolloutmq.views.explain.learning import learning
 from rolloutmq.views.run_folder import RunFolder, letters_by_cause
 from rolloutmq.web.panels import Source, read_panels
 from rolloutmq.web.series import Mark, RunSeries
@@ -34,7 +33,8 @@ def write_report(folder: Path, file: Path, account: str = "") -> int:
     """
     saved = read_contents(folder, account)
     series = saved["series"]
-    if not (series["steps"]["x"] or series["evaluations"]["x"] or saved["dead"]["total"]):
+    has_steps = series["steps"]["x"] or series["evaluations"]["x"]
+    if not (has_steps or saved["dead"]["total"] or saved["findings"]):
         return 0
     page = _page(saved).encode()
     file.write_bytes(page)
@@ -85,8 +85,8 @@ def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
         "run": run.name,
         "about": about_run(folder, account=account),
         "panels": read_panels(Source(folder, steps=run.log.steps)),
+        "findings": [asdict(symptom) for symptom in run.findings],
         "series": curves | {"thinned": False},
-        "findings": [asdict(finding) for finding in learning(folder, run.log.steps)],
         "steps": samples.steps(),
         "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],
         "dead": letters_by_cause(run.letters, len(run.letters)),

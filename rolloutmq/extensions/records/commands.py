@@ -14,9 +14,11 @@ from typer import Argument, Exit, Option
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.step_file import RecordDamaged
 from rolloutmq.options import RUNS, AsJson, Output, Overrides
-from rolloutmq.output import console, progress
+from rolloutmq.output import console, count, progress
 from rolloutmq.run_owner import LOCK_FILE, Stage, choose_folder, own, read_record
+from rolloutmq.views.explain.symptom import marked
 
 if TYPE_CHECKING:
     from rolloutmq.extensions.records.replay import ReplayedStep
@@ -158,3 +160,50 @@ def _verdict(
     elif not is_changed:
         yield Text(f"[note] the run keeps no checkpoint of step {end} to compare with", style="dim")
     yield Text(f"{target} has curves, samples and a checkpoint: rolloutmq web --run-dir {target}")
+
+
+PROVE_EPILOG = """
+\b
+Examples: rolloutmq prove runs/demo/checkpoints/step-000060
+          rolloutmq prove runs/demo/checkpoints/step-000060 --without-source gsm8k
+"""
+
+
+@command("prove", epilog=PROVE_EPILOG)
+def prove_checkpoint(
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Folder of a checkpoint.")],
+    archive: ArchivePlace = None,
+    without: Annotated[
+        str | None,
+        Option("--without-source", metavar="SOURCE", help="Name the steps that touched it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which prompts, judges and weights made a checkpoint, and whether all is unaltered.
+
+    Compares the checkpoint's files, the chain of trained batches, every group in the archive, the
+    config and the user's code. Ends with code 6 if something was altered, and with --without-source
+    if a step touched it.
+    """
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint} is no folder", hint="give a folder in checkpoints/")
+    from rolloutmq.extensions.records.prove import judges_of, prove
+
+    checkpoint = checkpoint.resolve()
+    records = Archive(archive or str(checkpoint.parents[1] / "archive"))
+    proof = prove(checkpoint, records, without)
+    judges = sorted({name for terms in proof.terms.values() for name in judges_of(terms)})
+    document = {
+        "whole": proof.is_whole, "proof": proof.head, "groups": dict(proof.groups),
+        "judges": judges, "steps_with_source": proof.touched if without else None,
+        "checks": [check._asdict() for check in proof.checks],
+    }  # fmt: skip
+    shown = [marked(check.level, check.what) for check in proof.checks]
+    made = ", ".join(f"{name} {count(number)}" for name, number in proof.groups.most_common())
+    shown.append(Text(f"trained groups: {made or 'none'}; judges: {', '.join(judges)}"))
+    if without:
+        steps = ", ".join(map(str, proof.touched)) or "none"
+        shown.append(Text(f"steps that trained groups of {without}: {steps}"))
+    Output(document, shown).print(as_json=as_json)
+    if not proof.is_whole or proof.touched:
+        raise Exit(RecordDamaged.exit_code)

@@ -44,6 +44,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.config.load import validate_config
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.step_file import StepFile
+from rolloutmq.launch.terms import keep_terms, terms_of
 
 MAY_CHANGE = (
     *("learner.*", "critic.*", "trainer.advantages", "trainer.reward_weights"),
@@ -122,6 +123,11 @@ class Replay:
         start = phase.first - 1
         position = checkpoints.read(start) if start else Position()
         position.run, position.run_nonce, position.lineage = run.name, run.nonce, LINEAGE
+        if phase.config.learner == self.own.learner:
+            position.terms = self._own_terms(phase.last)
+        else:
+            terms = terms_of(phase.config, self.own.model_folder)
+            position.set_terms(keep_terms(self.folder, terms))
         rank.load(start)
         with closing(Reporter(phase.config, run.buffer, self.own.model_folder)) as reporter:
             reporter.open(open_writers(phase.config, phase.first))
@@ -151,6 +157,12 @@ class Replay:
         rank.begin_state(str(written))
         rank.end_state()
         checkpoints.complete(position, written)
+
+    def _own_terms(self, last: int) -> dict[int, str]:
+        """Return the terms of the run's steps up to `last`, as far as its checkpoints say."""
+        kept = CheckpointFolder(self.parent / "checkpoints")
+        known = kept.read(kept.steps()[-1]).terms if kept.steps() else {}
+        return {first: digest for first, digest in known.items() if first <= last}
 
     @contextmanager
     def _server(self, ranks: Ranks) -> Iterator[Run]:

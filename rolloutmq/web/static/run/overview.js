@@ -42,13 +42,13 @@ export const overview = {
       ...(saved ? [] : [heading("Now", taskChoice()), places.time]), el("div", { class: "stack more" }, panels.map(({ node }) => node)), ...(saved ? [] : [heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
+    if (saved?.findings.length) patch(places.findings, findings(saved));
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
       places.time.hidden = snapshot.status.mode === "finish"; // nothing changes any more
       drawTime();
     }
-    if (!snapshot && saved?.findings.length) patch(places.findings, findings(saved));
     for (const panel of panels) panel.update(snapshot);
     if (hasSteps) drawSteps();
   },
