@@ -72,6 +72,8 @@ SECTIONS = {
     },
     "Data": {
         "export": ("cli.data", "Write groups to a file, one line per rollout."),
+        "fork": ("extensions.records.commands",
+            "Make a run that goes on from a checkpoint of another one, with other settings."),
         "prove": ("extensions.records.commands",
             "Tell which prompts, judges and weights made a checkpoint, and whether all is "
             "unaltered."),

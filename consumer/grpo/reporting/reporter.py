@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
 
+from buffer.control.host_watch import HostWatch
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.manifest import Manifest
@@ -47,6 +48,7 @@ class Reporter(Observer):
         self._texts = TokenTexts([model_dir])
         self._log = StepWriter(config.run.folder, config.trainer.silence)
         self._learning = LearningLog(config.run.folder, config.trainer.silence)
+        self._host = HostWatch(config.run.folder)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
         self.histograms: Histograms = {}  # of the step that is reported next
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
@@ -81,6 +83,7 @@ class Reporter(Observer):
         histograms: Histograms,
     ) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
+        metrics = metrics | {f"system/{name}": float(n) for name, n in self._host.numbers().items()}
         self._log.add_step(step, lineage, gids, metrics, histograms)
         self._learning.add_step(step, gids, metrics)
         self._put(lambda writer: writer.write(step, metrics))
