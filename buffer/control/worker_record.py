@@ -175,6 +175,8 @@ class HeartbeatReport(HeartbeatNumbers):
     known_epoch: int = 0
     lengths: str = ""
     """of responses that it began: `LengthCounts.text`"""
+    sampled: str = ""
+    """by task: `TokenCounts.text` of the worker"""
 
     def arguments(self) -> dict[str, str | int]:
         """Return the arguments of the script; `report` is "name=value name=value"."""
@@ -188,6 +190,7 @@ class HeartbeatReport(HeartbeatNumbers):
             "refusal": shorten_reason(self.refusal),
             "report": " ".join(f"{name}={n}" for name, n in numbers.items() if n not in (None, "")),
             "lengths": self.lengths,
+            "sampled": self.sampled,
         }
 
 

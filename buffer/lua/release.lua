@@ -3,6 +3,7 @@
 -- KEYS leases ZSET, leased HASH, groups prefix, progress HASH, queues prefix, aborted ZSET, lineages LIST
 -- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, expired ZSET
 -- KEYS age_index ZSET, ledger HASH, dropped STRING, garbage SET, bytes HASH, workers ZSET, bell_trainer LIST
+-- KEYS worker_tokens HASH
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
 -- ARGV kind      handback|aborted|expired|failed|lost  waits again | to the pool of aborted groups | the same, unless it
@@ -24,12 +25,13 @@
 -- ARGV cause     ''|text..640                 what failures of one cause have in common, "KeyError at judge.py:12"
 -- ARGV patience  ''|1..                        failures of the task in a row after which it is stopped; '' = no limit
 -- ARGV first     ''|1..                        the same while no try of the task has succeeded
+-- ARGV sampled   ''|sampled                   made tokens: see shared/tokens.lua
 -- ARGV made_by   ''|ages                       of an expired group, as in submit; '' = as its record says
 -- replies OK place | FENCED
 -- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
 local record = groups .. gid
-local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last', 'last_lineage')
+local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last', 'last_lineage', 'counted')
 if held.released == token then return {'OK', held.stage} end
 if not held.stage and kind == 'expired' then
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
@@ -85,6 +87,10 @@ else
     redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, token_lead), arrival .. ':' .. gid)
   end
 end
+local new, _, _, total, closed = claimed_tokens(sampled, has_turns_of(token, held.payload) and held.counted)
+local row = place == 'dropped' and place or is_expiring and 'expired' or is_clean and 'resampled' or place == 'dead' and place
+add_tokens(progress, row or 'failed', new)
+if sampled then hear(worker_tokens, progress, task, total, closed, new) end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
 log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind == 'expired' and 'aborted' or kind, 'place', place)
 return {'OK', place}

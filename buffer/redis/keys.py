@@ -60,6 +60,7 @@ class Keys:
         self.ends = self.prefix + "ended:"
         self.leased_by = self.prefix + "leased:"
         self.worker_records = self.prefix + "worker:"
+        self.worker_tokens_of = self.prefix + "tokens:"
         self.dead_letters = self.prefix + "dead:"
         self.judge_queue = f"rmq-judge:{run}"
         """rq's name of the queue of judge jobs; the names of its workers begin with it, too"""

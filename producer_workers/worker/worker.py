@@ -122,7 +122,8 @@ class Worker:
         self.facts = {"host": socket.gethostname(), "pid": str(os.getpid()), "engine": engine.name}
         is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck
+            *(run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck),
+            self._engine.token_counts.total,
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -253,6 +254,7 @@ class Worker:
             **reported(self._judges),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
+            sampled=self._engine.token_counts.text(),
         )
         jobs = self._groups.jobs()
         return report, jobs, self._groups.oldest(jobs)
@@ -379,7 +381,8 @@ class Worker:
             await self._runner.close()
             await self._weights.close()
             self._loop_watch.stop()
-        if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
+        sampled = self._engine.token_counts.text()
+        if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce, sampled):
             log.warning("left while groups are held; their leases will run out")
         if isinstance(self._failure, GroupChanged):
             raise self._failure
