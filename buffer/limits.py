@@ -177,6 +177,8 @@ class RunLimits(LiveLimits):
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
     """no archived batch is freed before an exporter has confirmed its copy"""
+    archive: str = ""
+    """where the trainer copies archived batches: an absolute path or a URL; "" = nowhere"""
     columns: str = ""
     """absolute path of the folder for files of large columns (buffer/maintenance/column_files.py);
     "" = none

@@ -71,6 +71,9 @@ class Observer:
     def committed(self, step: int, began_ns: int) -> None:
         """Receive the step whose checkpoint is durable."""
 
+    def closed(self) -> None:
+        """Receive the end of the process's work; not of one that is killed."""
+
 
 def all_of(contexts: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:
     """Enter contexts one after another; leave them in the reverse order."""

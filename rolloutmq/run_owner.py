@@ -69,6 +69,10 @@ class LaunchRecord(BaseModel):
     account: str = ""
     versions: dict[str, str] = {}
 
+    @property
+    def has_ended(self) -> bool:
+        return self.stage in (*_ENDED, Stage.DIED)
+
 
 class OwnedFolder:
     """A run's folder whose lock this process holds."""

@@ -119,10 +119,14 @@ class MemoryNeed:
 class RetentionSection(Section):
     """[retention]: which batches stay readable after they were trained and committed."""
 
-    policy: Literal["none", "last", "export"] = "none"
+    policy: Literal["none", "last", "export", "archive"] = "none"
     """none: a committed batch is freed at once. last: the last `batches` of them stay. export: a
-    batch stays until `rolloutmq export --archived` has copied it, and the last `batches` of them
-    stay after that
+    batch stays until `rolloutmq export --archived` has copied it. archive: until the trainer has
+    written it to `folder`, for `rolloutmq replay`. The last `batches` of them stay after that
+    """
+    folder: str = ""
+    """for policy = "archive": a folder, or the URL of a bucket; default: `archive` in the run's
+    folder
     """
     batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches that stay; their bytes count against the memory budget"""
@@ -132,4 +136,6 @@ class RetentionSection(Section):
         if self.policy == "last" and not self.batches:
             yield 'policy = "last" needs batches = N of at least 1'
         if self.policy == "none" and self.batches:
-            yield 'batches is only used by policy = "last" or "export"'
+            yield 'batches is only used by policy = "last", "export" or "archive"'
+        if self.folder and self.policy != "archive":
+            yield 'folder is only used by policy = "archive"'

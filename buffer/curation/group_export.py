@@ -66,10 +66,8 @@ class GroupExport:
         In a folder, the file is named for its first step. One of that name was written by a process
         that died before the batches were marked as exported: it is replaced.
         """
-        ledger = self._keys.ledger(self._ledger.name)
-        exported = self._store.ask("exported", "HGET", ledger, "exported")
         archived = self._ledger.archive.steps()
-        first = max(archived.start, int(exported or 0) + 1)
+        first = max(archived.start, self._ledger.archive.exported() + 1)
         done = Exported(steps=range(first, archived.stop))
         if not done.steps:
             return done

@@ -314,11 +314,7 @@ class ReplayBuffer:
         missing = [ref for ref in refs if ref not in loaded]
         loaded.update(zip(missing, self.read_many(missing), strict=True))
         groups = [loaded[ref] for ref in refs]
-        if manifest.token_threshold is not None:
-            for group in groups:
-                group.mask = group.fresh_mask(
-                    manifest.step, manifest.token_threshold, manifest.forks
-                )
+        mask_stale(manifest, groups)
         return groups
 
     # -- expire --------------------------------------------------------------
@@ -366,6 +362,13 @@ class ReplayBuffer:
                 f"there is no task {task!r}", hint=f"known: {', '.join(self._limits.tasks)}"
             )
         return task
+
+
+def mask_stale(manifest: Manifest, groups: Sequence[RolloutGroup]) -> None:
+    """Mask the tokens of a batch that are too stale for its step."""
+    if manifest.token_threshold is not None:
+        for group in groups:
+            group.mask = group.fresh_mask(manifest.step, manifest.token_threshold, manifest.forks)
 
 
 def _decoded(refs: Sequence[PayloadRef], payloads: Sequence[Whole]) -> list[RolloutGroup]:

@@ -70,6 +70,11 @@ class Archive:
         }
         return ScriptCall("forget", self._keys.slots(ledger=self._name), arguments)
 
+    def exported(self) -> int:
+        """Return the newest step that was copied elsewhere; 0: none."""
+        ledger = self._keys.ledger(self._name)
+        return int(self._store.ask("exported", "HGET", ledger, "exported") or 0)
+
     def steps(self) -> range:
         """Return the steps whose archived batches exist, for `manifest` and `ReplayBuffer.get`."""
         forgotten, freed, _ = self._counters()

@@ -175,6 +175,11 @@ def export(
         )
     query = parse(read_where(where))
     require_known("task", task, target.run.limits.tasks)
+    if archived and target.run.limits.archive:
+        raise ConfigError(
+            f"the trainer of this run copies its batches to {target.run.limits.archive} itself",
+            hint='`rolloutmq replay` reads them; [retention] policy = "export" leaves them to you',
+        )
     with progress(as_json) as advance:
         if follow_steps:
             done = _follow(target.run, file, as_json=as_json)

@@ -34,7 +34,8 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, count, plural, progress
-from rolloutmq.views.explain.diagnosis import diagnose_run, last_event_ms, marked
+from rolloutmq.views.explain.diagnosis import diagnose_run, last_event_ms
+from rolloutmq.views.explain.symptom import marked
 from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.screen import groups_table
 

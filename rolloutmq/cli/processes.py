@@ -115,14 +115,14 @@ def producer(
     follow_owner()
     from producer_workers.build import make_producer
     from rolloutmq.config.fingerprint import origin_of
-    from rolloutmq.observers import observe
+    from rolloutmq.observers import observed
 
     run, settings = _open(settings, redis_url, "producer", metrics)
-    observe(run, "producer")
-    member = make_producer(settings, run, origin_of(settings, settings.model_folder))
-    # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
-    stop = stop_at_signals()
-    member.produce_loop(stop, take_over=take_over)
+    with observed(run, "producer", settings):
+        member = make_producer(settings, run, origin_of(settings, settings.model_folder))
+        # not earlier: before its run exists it has nothing to clean up, and a signal may end it
+        stop = stop_at_signals()
+        member.produce_loop(stop, take_over=take_over)
     if stop.is_set():
         raise typer.Exit(INTERRUPTED)
 
@@ -205,7 +205,7 @@ async def _work(
     from producer_workers.build import make_worker, start_engine
     from producer_workers.engines import engine_restarts
     from producer_workers.user_functions import check_functions, named_functions
-    from rolloutmq.observers import observe
+    from rolloutmq.observers import observed
 
     stopped = threading.Event()
     # before the engine, which takes long to load
@@ -227,8 +227,8 @@ async def _work(
     run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
-    observe(run, name)
-    await engine_restarts.serve(start, work, settings.engine.restarts)
+    with observed(run, name, settings):
+        await engine_restarts.serve(start, work, settings.engine.restarts)
     return stopped.is_set()
 
 

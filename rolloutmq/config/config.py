@@ -283,7 +283,8 @@ class Config(Attaching):
             batch_size=self.plan.batch_size,
             order=self.policy.order,
             retain_batches=self.retention.batches,
-            retain_until_exported=self.retention.policy == "export",
+            retain_until_exported=self.retention.policy in ("export", "archive"),
+            archive=self._archive(),
             columns=str(self.run.columns.resolve()) if self.run.columns else "",
             wait_replicas=self.redis.wait_replicas,
             compression=self.memory.compression,
@@ -291,6 +292,16 @@ class Config(Attaching):
             high_bytes=int(budget * self.memory.high_water),
             tasks={name: self._task_limits(name) for name in self.tasks},
         )
+
+    def _archive(self) -> str:
+        if self.retention.policy != "archive":
+            return ""
+        if not (place := self.retention.folder):
+            return str((self.run.folder / "archive").resolve())
+        # other runs may share it
+        if "://" in place:
+            return f"{place.rstrip('/')}/{self.run.name}"
+        return str(Path(place).resolve() / self.run.name)
 
     def written(self) -> dict[str, str]:
         """Return what the file says, for settings that depend on more than one key or the server.

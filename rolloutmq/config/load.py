@@ -33,7 +33,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Modules that the config names are searched for in the folder of the file, too. Raises
     ConfigError, which names every wrong key, or says why the file cannot be read.
     """
-    return validate_config(_read(path, overrides), str(path))
+    return validate_config(read_tree(path, overrides), str(path))
 
 
 def inspect_config(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -42,7 +42,7 @@ def inspect_config(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, l
     Sections with a mistake have their defaults, and tasks with one are left out, so that everything
     else of the file can still be checked. Raises ConfigError where the file is no TOML.
     """
-    tree = _read(path, overrides)
+    tree = read_tree(path, overrides)
     try:
         return validate_config(tree, str(path)), []
     except ConfigError as error:
@@ -64,7 +64,8 @@ def validate_config(tree: Mapping[str, Any], where: str) -> Config:
     return validate(Config, tree, where, between_sections)
 
 
-def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the tables of a TOML file with `overrides`, not yet checked. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

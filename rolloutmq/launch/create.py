@@ -26,10 +26,12 @@ from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
+from rolloutmq.config.kept_config import keep_config
 from rolloutmq.config.sources import fetch
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.launch.prepare import is_done, prepare_model, quick_errors
 from rolloutmq.options import set_flags
+from rolloutmq.presets import find_config
 from rolloutmq.views.setting_view import override_lines
 
 log = logging.getLogger("rolloutmq.store")
@@ -55,6 +57,7 @@ def create_and_describe(
         store = stack.enter_context(closing(open_store(config, url, name="rolloutmq-create")))
         model = prepare_model(config, command, quiet=quiet)
         run = create_run(store, config, model, is_done=partial(is_done, config))
+        keep_config(config, find_config(path), overrides)
         taken = run.ledger.steps().taken
     folder = str(config.run.folder)
     facts = {

@@ -28,12 +28,14 @@ from consumer.handle.step_log import read_evaluations
 from producer_workers.agent_loops.agent_loop import commands_of
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
+from rolloutmq.config.kept_config import keep_config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import STOPPED, Child
 from rolloutmq.launch.create import create_again, create_run
 from rolloutmq.launch.prepare import await_roles, check_start, is_done, last_step, prepare_model
 from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
+from rolloutmq.presets import find_config
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
 from rolloutmq.views.run_folder import RunFolder, accuracy_table
@@ -162,6 +164,7 @@ class Launcher:
                 # this config must not change the settings of a run that another start still trains
                 await_roles(earlier, say)
             run = create_run(store, config, model, is_done=partial(is_done, config))
+        keep_config(config, find_config(Path(self._source[0])), self._source[1:])
         for warning in config.warnings():
             say(f"warning  {warning}")
         for change in run.changes:

@@ -18,7 +18,7 @@ from buffer.redis.scripts import role_held
 from buffer.run.open import open_store, own_run, server_url, wait_for_run
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch.create import create_again, create_run
-from rolloutmq.observers import observe
+from rolloutmq.observers import observed
 from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def open_run(
         log.warning("continued with another config: %s", change)
     for line in override_lines(run.settings):
         log.info("set: %s", line)
-    observe(run, "trainer")
     for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
         log.warning(warning)
     return run, model_dir
@@ -89,7 +88,8 @@ def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bo
     """Train as this rank; return whether rank 0 did not stop before the last step."""
     from consumer.handle.dead_letter_file import kept_dead_letters
 
-    with nullcontext() if own_rank() else kept_dead_letters(run, settings.run.folder):
+    letters = nullcontext() if own_rank() else kept_dead_letters(run, settings.run.folder)
+    with letters, nullcontext() if own_rank() else observed(run, "trainer", settings):
         if not settings.trainer.loop:
             return _train(run, settings, model_dir, take_over=take_over)
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")

@@ -75,7 +75,8 @@ class RunFolder:
             "written": time.strftime("%Y-%m-%d %H:%M"),
         }
         if record:
-            facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
+            if record.account or record.has_ended:
+                facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
             facts["command"] = mask_url("rolloutmq run " + " ".join(record.command))
         return {name: text for name, text in facts.items() if text} | {"not here": ON_SERVER}
 

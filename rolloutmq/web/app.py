@@ -56,7 +56,7 @@ def make_app(
     watcher = Watcher(run, History(run_dir), is_over)
     texts = TokenTexts(model_folders(run, run_dir))
     routes = [
-        *RunRoutes(watcher, run_dir, access).all(),
+        *RunRoutes(run, watcher, run_dir, access).all(),
         *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
         *ControlRoutes(run, run_dir).all(access),
@@ -86,7 +86,7 @@ def make_folder_app(
 
     def contents(request: Request) -> Any:
         saved = read_contents(run_dir)
-        saved["facts"]["not read"] = f"this is read from the run's folder alone: {why}"
+        saved["about"]["facts"]["not read"] = f"this is read from the run's folder alone: {why}"
         return {"own": saved["run"], "runs": [saved["run"]], "saved": saved}
 
     def group(request: Request) -> Any:

@@ -12,13 +12,10 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import RolloutMQError
-from buffer.redis.url import mask_url
 from consumer.handle.sample_log import SampleLog
-from rolloutmq.presets import config_of_run
-from rolloutmq.run_owner import LaunchRecord
-from rolloutmq.versions import all_versions
+from rolloutmq.views.about_run import about_run
 from rolloutmq.views.run_folder import RunFolder, letters_by_cause
+from rolloutmq.web.panels import Source, read_panels
 from rolloutmq.web.series import Mark, RunSeries
 
 SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
@@ -82,16 +79,14 @@ def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
     series.refresh()
     curves, _ = series.since(Mark())
     samples = SampleLog(folder)
-    record = run.record
     return {
         "run": run.name,
-        "facts": run.facts() | ({"account": account} if account else {}),
+        "about": about_run(folder, account=account),
+        "panels": read_panels(Source(folder, steps=run.log.steps)),
         "series": curves | {"thinned": False},
         "steps": samples.steps(),
         "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],
         "dead": letters_by_cause(run.letters, len(run.letters)),
-        "settings": _settings(record),
-        "versions": record.versions if record and record.versions else all_versions(),
     }
 
 
@@ -103,13 +98,3 @@ def _sampled(samples: SampleLog) -> list[int]:
     first, last = span
     count = min(SAMPLED_STEPS, last - first + 1)
     return sorted({round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)})
-
-
-def _settings(record: LaunchRecord | None) -> dict[str, Any]:
-    """Return the config of the newest start without secrets, or why it cannot be read any more."""
-    if record is None or not record.command:
-        return {}
-    try:
-        return config_of_run(record.command).public()
-    except RolloutMQError as error:
-        return {"not readable": mask_url(error.message)}

@@ -3,11 +3,14 @@
 GET /api/runs      the runs whose curves can be shown
 GET /api/stream    ?runs=a,b: server-sent events, one per second, with a snapshot of the run
                    (rolloutmq/web/watcher.py) and what was added to the curves of the named runs
-GET /api/waits     who waited for whom in the last steps: a lane for the trainer and each worker
+GET /api/about     config, changed settings, versions, command, note (rolloutmq/views/about_run.py)
+GET /api/differences  ?runs=a,b: the keys of the configs that differ
+GET /api/panels/{name}  what a panel shows (rolloutmq/web/panels.py)
 GET /api/steps     ?run=a&first=100&last=200: the curves of these steps in detail
 GET /api/logs      ?process=worker&level=warning&about=math-0000000042&text=…&since=…&until=…
                    &lines=200: server-sent events; the first has the newest lines that match, later
                    ones new lines of the processes on this machine
+POST /api/note     ?text=…&tags=a b&seen=0: replaces the note (rolloutmq/views/run_note.py)
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from starlette.routing import Route
 
 from buffer.errors import ConfigError
 from buffer.readable import visible
+from buffer.run.run import Run
+from rolloutmq.config.kept_config import differences
+from rolloutmq.options import require_known
+from rolloutmq.views.about_run import about_run
 from rolloutmq.views.explain.log_files import (
     FIELDS_OF_ALL,
     LEVELS,
@@ -34,7 +41,9 @@ from rolloutmq.views.explain.log_files import (
     LogFilter,
     filter_about,
 )
+from rolloutmq.views.run_note import read_note, write_note
 from rolloutmq.web.access import Access, encoded, number_in
+from rolloutmq.web.panels import PANELS, Source
 from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
 
@@ -42,7 +51,8 @@ MOST_STEPS = 1_000_000_000
 
 
 class RunRoutes:
-    def __init__(self, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
+    def __init__(self, run: Run, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
+        self._run = run
         self._watcher = watcher
         self._run_dir = run_dir
         self._access = access
@@ -55,17 +65,38 @@ class RunRoutes:
                 "/api/runs",
                 lambda _: {
                     "own": self._run_dir.resolve().name if self._run_dir else None,
-                    "runs": list(run_folders(self._run_dir)),
+                    "runs": list(folders := run_folders(self._run_dir)),
+                    "tags": {name: read_note(path).tags for name, path in folders.items()},
                 },
             ),
-            self._access.reading("/api/waits", self._waits),
+            self._access.reading("/api/about", lambda _: about_run(self._run_dir, self._run)),
+            self._access.reading("/api/differences", self._differences),
+            self._access.reading("/api/panels/{name}", self._panel),
+            self._access.acting("/api/note", self._write_note),
             self._access.reading("/api/steps", self._steps),
             Route("/api/stream", self._stream),
         ]
 
-    def _waits(self, request: Request) -> Any:
-        found = self._watcher.waits()
-        return found.document() if found else {"lanes": [], "words": ""}
+    def _panel(self, request: Request) -> Any:
+        name = request.path_params["name"]
+        require_known("panel", name, PANELS)
+        return PANELS[name](Source(self._run_dir, self._run, self._watcher.steps))
+
+    def _differences(self, request: Request) -> Any:
+        names = _names_in(request)
+        return differences({name: self._folder_of(name) for name in names})
+
+    def _write_note(self, request: Request) -> Any:
+        if self._run_dir is None:
+            raise ConfigError(
+                "the folder of this run is not known here, and it has the note",
+                hint="start `rolloutmq web` with --run-dir",
+            )
+        query = request.query_params
+        text, tags, seen = (query.get(name, "") for name in ("text", "tags", "seen"))
+        seen_ms = number_in(seen, 10**15) if seen else 0
+        with self._lock:
+            return write_note(self._run_dir, text, tags, seen_ms).model_dump()
 
     def _steps(self, request: Request) -> Any:
         query = request.query_params
@@ -76,8 +107,7 @@ class RunRoutes:
 
     async def _stream(self, request: Request) -> Response:
         self._access.to_read(request)
-        names = [name for name in request.query_params.get("runs", "").split(",") if name]
-        series = {name: self._series_of(name) for name in names}
+        series = {name: self._series_of(name) for name in _names_in(request)}
         return StreamingResponse(self._events(request, series), media_type="text/event-stream")
 
     async def _events(self, request: Request, series: dict[str, RunSeries]) -> AsyncIterator[bytes]:
@@ -105,14 +135,21 @@ class RunRoutes:
         return found
 
     def _series_of(self, name: str) -> RunSeries:
-        """Return the curves of a run, by the name of its folder. Raises ConfigError."""
+        return self._series.setdefault(name, RunSeries(self._folder_of(name)))
+
+    def _folder_of(self, name: str) -> Path:
+        """Return the folder of a run by its name. Raises ConfigError."""
         folders = run_folders(self._run_dir)
         if name not in folders:
             raise ConfigError(
                 f"there is no run {name[:80]!r} beside this one",
                 hint=f"one of {', '.join(folders)}",
             )
-        return self._series.setdefault(name, RunSeries(folders[name]))
+        return folders[name]
+
+
+def _names_in(request: Request) -> list[str]:
+    return [name for name in request.query_params.get("runs", "").split(",") if name]
 
 
 POLL_S = 0.5

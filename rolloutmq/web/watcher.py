@@ -11,8 +11,9 @@ from typing import Any
 from buffer.control.worker_record import NUMBERS
 from buffer.errors import RolloutMQError
 from buffer.run.run import Run
-from rolloutmq.views.explain.diagnosis import Symptom, diagnose, inspect, worst_first
-from rolloutmq.views.explain.who_waited import Waits, read_waits
+from consumer.handle.step_log import TrainedStep
+from rolloutmq.views.explain.diagnosis import diagnose, inspect
+from rolloutmq.views.explain.symptom import Symptom, worst_first
 from rolloutmq.views.history import History
 from rolloutmq.views.number_rows import notes_of
 from rolloutmq.views.run_json import describe
@@ -38,9 +39,10 @@ class Watcher:
         self._inspected: list[Symptom] = []
         self._inspected_at = float("-inf")
 
-    def waits(self) -> Waits | None:
-        """Return who waited for whom now, in the steps as of the newest snapshot."""
-        return read_waits(self._run, read_run_view(self._run), self._history.steps)
+    @property
+    def steps(self) -> list[TrainedStep]:
+        """The trained steps as of the newest snapshot."""
+        return self._history.steps
 
     async def snapshots(self) -> AsyncIterator[dict[str, Any]]:
         """Yield a snapshot now, and one every second, until `is_over` returns True."""

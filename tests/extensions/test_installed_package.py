@@ -89,26 +89,26 @@ from buffer.redis.store import Store
 from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from rolloutmq import RolloutConsumer
-from rolloutmq.observers import observe
+from rolloutmq.observers import observed
 
 with EmbeddedServer(pathlib.Path("server")) as server:
     store = Store(server.url)
     limits = RunLimits(tasks={"math": TaskLimits()})
     run = Run.create(store, "w", new_nonce(), limits, FIRST_WEIGHTS, "/w")
-    observe(run, "trainer")
-    consumer = RolloutConsumer(run)
-    consumer.open()
-    state = RolloutState(
-        prompt_ids=[1],
-        response_ids=[5],
-        logprobs=[-0.5],
-        spans=[VersionSpan(0, 1, FIRST_WEIGHTS.version, FIRST_WEIGHTS.lineage)],
-        status=Status.COMPLETED,
-        reward={"score": 1.0},
-    )
-    run.buffer.put("math", [[state]])
-    consumer.take_batch(1, {"math": 1})
-    consumer.close()
+    with observed(run, "trainer", None):
+        consumer = RolloutConsumer(run)
+        consumer.open()
+        state = RolloutState(
+            prompt_ids=[1],
+            response_ids=[5],
+            logprobs=[-0.5],
+            spans=[VersionSpan(0, 1, FIRST_WEIGHTS.version, FIRST_WEIGHTS.lineage)],
+            status=Status.COMPLETED,
+            reward={"score": 1.0},
+        )
+        run.buffer.put("math", [[state]])
+        consumer.take_batch(1, {"math": 1})
+        consumer.close()
     store.close()
 """
 

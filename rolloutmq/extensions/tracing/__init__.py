@@ -47,7 +47,7 @@ def root_span_id(run_nonce: str, gid: str) -> str:
     ).hexdigest()
 
 
-def trace_run(run: Run, process: str) -> Tracing | None:
+def trace_run(run: Run, process: str, config: object = None) -> Tracing | None:
     """Record what `process` does with `run`, if the environment asks for traces.
 
     An unknown or missing exporter is logged and ignored: a run must not fail for its traces.

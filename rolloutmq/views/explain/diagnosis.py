@@ -7,16 +7,13 @@ rights), and is then left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from redis.exceptions import ResponseError
-from rich.text import Text
 
 from buffer.control.task_status import TaskStop
 from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable
@@ -26,62 +23,26 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep, read_steps
-from rolloutmq.output import age, plural
+from rolloutmq.output import plural
 from rolloutmq.views.explain.shares import shares_of
+from rolloutmq.views.explain.symptom import (
+    PATIENCE_MS,
+    Symptom,
+    fault,
+    note,
+    stuck,
+    waiting,
+    warning,
+    worst_first,
+)
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.run_view import RunView, read_run_view
 
-Level = Literal["note", "warning", "error", "stuck", "fault"]
-
-PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 LOADING_MS = 5_000  # a worker that loads weights, or has not reported it yet, needs that long
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
 FEW_LETTERS = 500  # newest dead letters whose causes are counted
 SHOWN = 5  # faults, or causes, that are shown one by one
-
-_MARKS = {
-    "ok": ("[ok  ]", "green"),
-    "warning": ("[warn]", "yellow"),
-    "error": ("[BAD ]", "bold red"),
-    "note": ("[note]", "dim"),
-    "stuck": ("[WAIT]", "yellow"),
-    "fault": ("[BAD ]", "bold red"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """One finding: what was found, what to do, and for how many ms it lasts (None: unknown).
-
-    `trace`: the traceback of the user's code, if that raised.
-    """
-
-    level: Level
-    what: str
-    fix: str = ""
-    since_ms: int | None = None
-    trace: str = ""
-
-    def text(self) -> Text:
-        since = f", for {age(self.since_ms)}" if self.since_ms is not None else ""
-        trace = "".join(f"\n       {line}" for line in self.trace.splitlines())
-        what = Text.assemble(f"{self.what}{since}", (trace, "red"))
-        return marked(self.level, what, self.fix)
-
-
-def marked(level: str, what: str | Text, fix: str = "") -> Text:
-    return Text.assemble(_MARKS[level], " ", what, f"\n       {fix}" if fix else "")
-
-
-fault, stuck, warning, note = (
-    partial(Symptom, level) for level in ("fault", "stuck", "warning", "note")
-)
-
-
-def _waiting(what: str, fix: str, since_ms: int | None) -> Symptom:
-    """Return a wait, which is normal at first."""
-    return (stuck if (since_ms or 0) > PATIENCE_MS else note)(what, fix, since_ms)
 
 
 def diagnose(snap: RunView) -> list[Symptom]:
@@ -96,14 +57,10 @@ def diagnose(snap: RunView) -> list[Symptom]:
     found = [symptom for part in parts for symptom in part(snap)]
     if snap.mode == "finish":
         more = "to train further, raise `plan.steps` in its config and start it again"
-        found.append(note("the run is finished: its last step is done", more, snap.paused_ms))
+        found.append(
+            note("run/finished", "the run is finished: its last step is done", more, snap.paused_ms)
+        )
     return worst_first(found)
-
-
-def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
-    """Sort symptoms by level: fault, stuck, error, warning, note."""
-    order: tuple[Level, ...] = ("fault", "stuck", "error", "warning", "note")
-    return sorted(symptoms, key=lambda symptom: order.index(symptom.level))
 
 
 def last_event_ms(snap: RunView) -> int | None:
@@ -113,16 +70,25 @@ def last_event_ms(snap: RunView) -> int | None:
 
 def _account(snap: RunView) -> Iterator[Symptom]:
     for each in snap.faults:
-        yield fault(each, "`rolloutmq fsck` names the groups; keep the data folder as it is")
+        yield fault(
+            "account/fault",
+            each,
+            "`rolloutmq fsck` names the groups; keep the data folder as it is",
+        )
 
 
 def _pauses(snap: RunView) -> Iterator[Symptom]:
     what, since_ms = f"paused by the trainer ({snap.mode}), for a weight update", snap.paused_ms
     if snap.paused_by == "operator":
-        yield stuck(f"paused by an operator ({snap.mode})", "`rolloutmq resume`", since_ms)
+        yield stuck(
+            "pause/operator",
+            f"paused by an operator ({snap.mode})",
+            "`rolloutmq resume`",
+            since_ms,
+        )
     elif snap.is_orphaned:
         fix = "start the trainer again, and it continues; or end the pause: `rolloutmq resume`"
-        yield stuck(f"{what}, but that trainer is gone", fix, since_ms)
+        yield stuck("pause/orphaned", f"{what}, but that trainer is gone", fix, since_ms)
     elif snap.paused_by:
         late = sorted({worker.id for worker in snap.live_workers} - set(snap.acknowledged))
         said, fix = "; every live worker has confirmed", "read the trainer's log"
@@ -130,7 +96,7 @@ def _pauses(snap: RunView) -> Iterator[Symptom]:
             said = f"; it waits for {', '.join(late)}"
             continues = f"`rolloutmq fence {late[0]} --yes` continues without it"
             fix = f"read the log of {late[0]}; {continues}"
-        yield _waiting(what + said, fix, since_ms)
+        yield waiting("pause/trainer", what + said, fix, since_ms)
 
 
 def _roles(snap: RunView) -> Iterator[Symptom]:
@@ -138,19 +104,24 @@ def _roles(snap: RunView) -> Iterator[Symptom]:
         start = f"`rolloutmq {verb} CONFIG` or `rolloutmq run CONFIG`"
         if role.silent_ms is None:
             what = f"no {role.role} has been started"
-            yield stuck(what, f"start one: {start}", snap.now_ms - snap.created_ms)
+            yield stuck(
+                f"{role.role}/never_started",
+                what,
+                f"start one: {start}",
+                snap.now_ms - snap.created_ms,
+            )
         elif not role.is_alive:
             what = f"the {role.role} {'is silent' if role.word == 'silent' else 'has left'}"
             fix = f"start it again, and it continues where it was: {start}"
-            yield stuck(what, fix, role.silent_ms)
+            yield stuck(f"{role.role}/gone", what, fix, role.silent_ms)
     producer = snap.producer
     if producer.is_alive and producer.doing:
         fix = "its data set is slow: make its rows cheaper to read, or prepare them in a file"
-        yield _waiting(f"the producer {producer.doing}", fix, producer.doing_ms)
+        yield waiting("producer/busy", f"the producer {producer.doing}", fix, producer.doing_ms)
     if snap.control.get("recovering"):
         fix = "start the trainer again: it repeats the opening"
         what = "a trainer began to open the run and did not finish"
-        yield stuck(what, fix, snap.trainer.silent_ms)
+        yield stuck("trainer/opening", what, fix, snap.trainer.silent_ms)
 
 
 def _workers(snap: RunView) -> Iterator[Symptom]:
@@ -159,13 +130,14 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
         since = min((worker.silent_ms for worker in snap.workers), default=run_ms)
         what = f"no worker is alive; {plural(snap.unclaimed, 'group')} waiting for one"
         fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
-        yield stuck(what, fix, since)
+        yield stuck("worker/none", what, fix, since)
     for worker in snap.workers:
         if worker.is_barred:
             others = any(not other.is_barred for other in snap.live_workers)
             bad = plural(worker.bad_groups or 0, "group")
             what = f"worker {worker.id} is barred: it submitted {bad} that the trainer cannot use"
             yield (note if others else stuck)(
+                "worker/barred",
                 what if others else f"{what}; no other is alive",
                 "`rolloutmq dead` gives the reason; fix it, then run "
                 f"`rolloutmq resume --worker {worker.id}`",
@@ -187,7 +159,7 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
     is_long = since is None or since > PATIENCE_MS or refusal
     path = snap.control.get("weights_path", "")
     yield (stuck if is_long and len(behind) == len(snap.live_workers) else note)(
-        what, f"check that they can read {path}, and read their logs", since
+        "worker/old_weights", what, f"check that they can read {path}, and read their logs", since
     )
 
 
@@ -202,18 +174,21 @@ def _unclaimed(snap: RunView) -> Iterator[Symptom]:
         names = ", ".join(f"{worker.id} ({worker.state})" for worker in can_claim)
         what = f"{plural(waiting, 'group')} waiting, and no worker claims them: {names}"
         fix = "check that they serve these tasks ([worker] tasks, lanes); read their logs, or "
-        yield stuck(what, f"{fix}restart them", quiet_ms)
+        yield stuck("worker/claims_nothing", what, f"{fix}restart them", quiet_ms)
 
 
 def _memory(snap: RunView) -> Iterator[Symptom]:
     if snap.server_full:
         fix = "let the trainer write a checkpoint and commit, drop groups, or raise maxmemory"
         what = f"{snap.server_full}; nothing new is started"
-        yield (warning if snap.leases else stuck)(what, f"{fix} (redis-cli CONFIG SET)")
+        yield (warning if snap.leases else stuck)(
+            "memory/server_full", what, f"{fix} (redis-cli CONFIG SET)"
+        )
     if snap.memory.refuses_fresh:
         left = snap.taken - snap.committed
         stops = "nothing is" if snap.memory.refuses_all else "no new prompt is"
         yield note(
+            "memory/budget",
             f"the run holds {snap.memory}: {stops} started; {left} taken batches are not committed",
             "the trainer must write a checkpoint and commit"
             if left
@@ -231,19 +206,21 @@ def _tasks(snap: RunView) -> Iterator[Symptom]:
         if task.stop_reason:
             fix = fix_cause if task.progress.get("stopped") else TaskStop("broken").fix(name)
             waits = ", and the trainer waits for it" if name in snap.stuck_on else ""
-            yield stuck(f"task {name} is stopped{waits}: {task.stop_reason}", fix, since_ms)
+            yield stuck(
+                "task/stopped", f"task {name} is stopped{waits}: {task.stop_reason}", fix, since_ms
+            )
         elif failures:
             is_new = task.has_never_succeeded
             what = f"{failures} failed, {'every try so far' if is_new else 'in a row'}"
             yield (stuck if is_new else note)(
-                f"task {name}: {what}: {task.error}", fix_cause, since_ms
+                "task/failing", f"task {name}: {what}: {task.error}", fix_cause, since_ms
             )
         yield from _length_bias(name, snap)
         kept = account.waiting + account.completed + account.aborted + account.expired
         if task.is_gone and kept:
             fix = f"`rolloutmq drop --task {name} --yes` drops them; with the task in the config "
             what = f"the config lacks task {name} now: {plural(kept, 'group')} kept"
-            yield note(what, f"{fix}again, they continue")
+            yield note("task/gone", what, f"{fix}again, they continue")
 
 
 def _shares(snap: RunView) -> Iterator[Symptom]:
@@ -252,7 +229,12 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
         is_reported = task.stop_reason or task.has_never_succeeded
         for share in shares_of(task):
             if share.level != "note" and not (share.name == "failed" and is_reported):
-                yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
+                yield Symptom(
+                    share.level,
+                    f"share/{share.name}",
+                    f"task {task.account.task}: {share}",
+                    share.fix,
+                )
 
 
 # what takes long responses away (buffer/control/length_counts.py), and what can be done
@@ -282,6 +264,7 @@ def _length_bias(task: str, snap: RunView) -> Iterator[Symptom]:
         worst = min(LOSSES, key=lambda name: ratio[name])
         is_known = ratio[worst] < 1
         yield warning(
+            "learning/length_bias",
             f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the "
             f"mean length of those that were started, and {tail:.0%} of the longest twentieth are "
             f"left; most of it was lost to {worst if is_known else 'nothing that is counted'}",
@@ -299,7 +282,9 @@ def _supply(snap: RunView) -> Iterator[Symptom]:
         is_dry = account.target and account.waiting + account.running == 0
         what = f"{account.task}: {task.ready} of {wanted} groups are ready, none waits or runs"
         if is_dry and task.ready >= wanted:
-            yield note(f"{what}: the trainer is the bottleneck", since_ms=quiet_ms)
+            yield note(
+                "supply/trainer_bound", f"{what}: the trainer is the bottleneck", since_ms=quiet_ms
+            )
         elif is_dry and is_short:
             fix = "the producer enqueues nothing: read its log"
             if account.aborted + account.expired:
@@ -309,7 +294,7 @@ def _supply(snap: RunView) -> Iterator[Symptom]:
                 fix += "on_straggler"
             # right after a take, the producer has not seen the room yet
             is_new = quiet_ms is not None and quiet_ms < PATIENCE_MS
-            yield (note if is_new else stuck)(what, fix, quiet_ms)
+            yield (note if is_new else stuck)("supply/dry", what, fix, quiet_ms)
 
 
 def diagnose_run(
@@ -325,7 +310,7 @@ def diagnose_run(
         raise
     except (RunError, StoreError, SchemaVersionError) as error:
         fix = error.hint or "inspect it with the version that created it"
-        return None, [fault(error.message, fix)]
+        return None, [fault("run/unreadable", error.message, fix)]
 
 
 def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
@@ -336,7 +321,7 @@ def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Sympt
             found += part(run, snap)
     with suppress(StoreError):
         if waits := read_waits(run, snap, steps):
-            found.append(note(str(waits), waits.advice))
+            found.append(note("waits/summary", str(waits), waits.advice))
     return found
 
 
@@ -349,10 +334,10 @@ def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
     texts = [each.text for each in found if each.text not in snap.faults]
     more = [f"{len(texts) - SHOWN} more faults"] if len(texts) > SHOWN else []
     for text in texts[:SHOWN] + more:
-        yield fault(text, "`rolloutmq fsck` lists all that is wrong")
+        yield fault("account/damage", text, "`rolloutmq fsck` lists all that is wrong")
     if not is_small:
         what = f"{groups} groups: only the ledger and the newest of them were checked"
-        yield note(what, "`rolloutmq fsck` checks them all")
+        yield note("account/partly_checked", what, "`rolloutmq fsck` checks them all")
 
 
 def count_judges(store: Store, keys: Keys) -> tuple[int, int]:
@@ -372,7 +357,7 @@ def _judges(run: Run, _: RunView) -> Iterator[Symptom]:
     waiting, alive = count_judges(run.store, run.keys)
     if waiting and not alive:
         what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
-        yield stuck(what, "`rolloutmq judge CONFIG`")
+        yield stuck("judge/none", what, "`rolloutmq judge CONFIG`")
 
 
 def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
@@ -384,6 +369,7 @@ def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
         judged = next((letter.gid for letter in letters if letter.has_responses), None)
         again = f", `rolloutmq rejudge {judged} --pdb` runs its judge again" if judged else ""
         yield note(
+            "task/dead_letters",
             f"{plural(len(letters), 'dead letter')}: {headline(first.reason, 200)}",
             f"`rolloutmq show {judged or first.gid}` shows one{again}; fix the cause, then run "
             "`rolloutmq requeue --all-dead --yes`",
@@ -391,7 +377,9 @@ def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
             trace_of(first.reason),
         )
     if left > 0:
-        yield note(plural(left, "more dead letter"), "`rolloutmq dead` lists them")
+        yield note(
+            "task/dead_letters", plural(left, "more dead letter"), "`rolloutmq dead` lists them"
+        )
 
 
 def _stragglers(run: Run, snap: RunView) -> Iterator[Symptom]:
@@ -407,6 +395,7 @@ def _stragglers(run: Run, snap: RunView) -> Iterator[Symptom]:
         if late:
             oldest = max(late, key=lambda record: record.time_ms or 0)
             yield note(
+                "task/stragglers",
                 f"step {step} waits for {plural(len(late), 'group')} of task {name} that began "
                 f"{task.stale_threshold} steps ago; {oldest.gid} is with {oldest.owner}",
                 f"nothing while it samples; a larger `tasks.{name}.max_staleness` waits less; "

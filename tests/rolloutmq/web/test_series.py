@@ -82,7 +82,7 @@ def test_only_folders_of_runs_beside_this_one_are_read(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     assert list(run_folders(tmp_path / "c")) == ["c", "a", "b"]
     assert run_folders(None) == {}
-    routes = RunRoutes(None, tmp_path / "a", None)  # type: ignore[arg-type]
+    routes = RunRoutes(None, None, tmp_path / "a", None)  # type: ignore[arg-type]
     for name in ("..", "../..", "c", "", "a/../../x"):
         with pytest.raises(ConfigError, match="no run"):
             routes._series_of(name)

@@ -11,11 +11,11 @@
 import { age, el, number, patch } from "./draw.js";
 import { data, watch } from "./data.js";
 import { ask, isServed, keepToken, saved } from "./server.js";
-import { about } from "./about.js";
 import { control } from "../control/control.js";
 import { dead } from "../control/dead.js";
 import { workers } from "../control/workers.js";
 import { rollouts } from "../rollouts/rollouts.js";
+import { about } from "../run/about.js";
 import { events } from "../run/events.js";
 import { logs } from "../run/logs.js";
 import { overview } from "../run/overview.js";
@@ -157,7 +157,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 
 // A report shows curves, samples, dead letters and what is known of the run; nothing of it changes.
-function headOfReport({ run, facts, dead: { total } }) {
+function headOfReport({ run, about: { facts }, dead: { total } }) {
   document.title = `${run}: rolloutmq report`;
   document.getElementById("run").textContent = run;
   document.getElementById("headline").textContent = `${facts.state}, step ${facts.steps}, written ${facts.written}`;

@@ -29,7 +29,7 @@ export class Refused extends Error {
 }
 
 export async function ask(path, method = "GET") {
-  if (inside || (saved && path === "dead")) return fromReport(path);
+  if (inside || (saved && /^(dead|panels)/.test(path))) return fromReport(path);
   const answer = await fetch(`/api/${path}`, { method, headers: headers() });
   const document = await answer.json();
   if (!answer.ok) throw new Refused(answer.status, document);
@@ -41,6 +41,7 @@ function fromReport(path) {
   const [name, query] = path.split("?");
   const { steps, samples } = saved;
   if (name === "dead") return saved.dead;
+  if (name.startsWith("panels/")) return saved.panels[name.slice("panels/".length)] ?? null;
   if (name === "runs") return { own: saved.run, runs: [saved.run] };
   const asked = new URLSearchParams(query), text = asked.get("text") || "", why = asked.get("why") || "";
   if (name === "samples") {
@@ -58,7 +59,7 @@ function fromReport(path) {
 // Server-sent events by fetch, because an EventSource cannot send the token. Reconnects until
 // `signal` is aborted.
 export async function follow(query, signal, onEvent, onTrouble) {
-  if (saved) return onEvent({ trouble: saved.facts["not read"], may_act: false, live: { x: [], columns: {} }, series: { [saved.run]: saved.series } });
+  if (saved) return onEvent({ trouble: saved.about.facts["not read"], may_act: false, live: { x: [], columns: {} }, series: { [saved.run]: saved.series } });
   while (!signal.aborted) {
     try {
       await listen(`stream?${query}`, signal, onEvent);

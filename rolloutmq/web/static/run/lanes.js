@@ -1,10 +1,8 @@
 // Who waited for whom in the last steps: a lane for the trainer and each worker, coloured by what
 // it did or waited for.
 
-import { el, patch } from "../frame/draw.js";
-import { ask } from "../frame/server.js";
+import { el } from "../frame/draw.js";
 
-const EVERY_MS = 10_000;
 const SVG = "http://www.w3.org/2000/svg";
 // what a span is -> [words, colour]
 const WORDS = {
@@ -12,26 +10,18 @@ const WORDS = {
   works: ["generates", "s1"], partly: ["generates, less than half full", "s3"], jobs: ["waits for jobs", "near"], weights: ["waits for weights", "s4"], paused: ["is paused", "s7"],
 };
 
-export class Lanes {
-  constructor() {
-    this.place = el("div");
-    this.node = el("section", { class: "panel lanes", hidden: true }, el("h2", {}, "Who waited for whom"), this.place);
-    this.readMs = -Infinity;
-  }
-
-  // Read the lanes again if they are too old.
-  async update(nowMs) {
-    if (nowMs - this.readMs < EVERY_MS) return;
-    this.readMs = nowMs;
-    const { lanes, words, began_s: began, ended_s: ended } = await ask("waits").catch((error) => ({ lanes: [], words: error.message }));
-    this.node.hidden = !words;
-    const kinds = new Set(lanes.flatMap(([, spans]) => spans.map(([, , what]) => what)));
+export const lanes = {
+  title: "Who waited for whom", path: "waits",
+  draw(found) {
+    if (!found) return null;
+    const { lanes: all, words, began_s: began, ended_s: ended } = found;
+    const kinds = new Set(all.flatMap(([, spans]) => spans.map(([, , what]) => what)));
     const key = Object.entries(WORDS).filter(([what]) => kinds.has(what)).map(([, [said, colour]]) => el("span", { class: "entry" }, el("span", { class: `swatch ${colour}` }), said));
     const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour12: false });
-    patch(this.place, [el("p", {}, words), ...lanes.map(([name, spans]) => lane(name, spans, began, ended - began)),
-      began && el("div", { class: "ends dim" }, el("span", {}, clock(began)), el("span", {}, clock(ended))), el("div", { class: "legend" }, key)]);
-  }
-}
+    return [el("p", {}, words), ...all.map(([name, spans]) => lane(name, spans, began, ended - began)),
+      el("div", { class: "ends dim" }, el("span", {}, clock(began)), el("span", {}, clock(ended))), el("div", { class: "legend" }, key)];
+  },
+};
 
 function lane(name, spans, began, whole) {
   const drawing = document.createElementNS(SVG, "svg");

@@ -8,24 +8,25 @@ import { band } from "./curves.js";
 import { Chart, onZoom, zoom, zoomOf } from "./chart.js";
 import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.js";
 import { findings } from "./findings.js";
-import { Lanes } from "./lanes.js";
+import { PANELS, Panel } from "./panels.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
 const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
 const LEVELS = { warning: "near", error: "bad" };
-const choice = { runs: null, own: null, all: [], smoothing: 0, x: "step", task: "" };
+const choice = { runs: null, own: null, all: [], tags: {}, smoothing: 0, x: "step", task: "" };
 const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
-let charts = [], others = [], places = null, thePage = null, lanes = null;
+let charts = [], others = [], places = null, thePage = null, panels = [];
 
 export const overview = {
   async open(route, page) {
-    const { own, runs } = await ask("runs");
+    const { own, runs, tags = {} } = await ask("runs");
     thePage = page;
     choice.own = own;
     choice.all = runs;
+    choice.tags = tags;
     choice.runs ??= own ? [own] : [];
     places = {
-      findings: el("div"), runs: el("div", { class: "runs" }), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
+      findings: el("div"), runs: el("div", { class: "runs" }), differences: el("div"), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
       time: el("div", { class: "charts" }), tasks: el("div", { class: "panels" }), others: el("div", { class: "charts" }),
     };
     charts = [...BY_STEP.map((spec) => new Chart(spec, "step")), ...BY_TIME.map((spec) => new Chart(spec, "time", spec.key === "stages" ? ["taken"] : []))];
@@ -34,10 +35,11 @@ export const overview = {
     onZoom.add(readDetail);
     addEventListener("themechange", redraw);
     addEventListener("click", closeMenu);
-    lanes = new Lanes();
+    panels = PANELS.map((shown) => new Panel(shown));
     places.more = el("details", { class: "more", ontoggle: () => drawOthers() }, el("summary", {}, "All other metrics"), places.others);
-    return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, places.more,
-      ...(saved ? [] : [heading("Now", taskChoice()), lanes.node, places.time, heading("Groups"), places.tasks])];
+    drawDifferences();
+    return [places.findings, heading("Training", toolbar(page)), places.runs, places.differences, places.noSteps, places.steps, places.more,
+      ...(saved ? [] : [heading("Now", taskChoice()), places.time]), el("div", { class: "stack more" }, panels.map(({ node }) => node)), ...(saved ? [] : [heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
     if (snapshot) {
@@ -45,8 +47,8 @@ export const overview = {
       drawTasks(snapshot);
       places.time.hidden = snapshot.status.mode === "finish"; // nothing changes any more
       drawTime();
-      lanes.update(snapshot.now_ms);
     }
+    for (const panel of panels) panel.update(snapshot);
     if (hasSteps) drawSteps();
   },
   close() {
@@ -76,7 +78,8 @@ function toolbar(page) {
       choice.runs = choice.all.filter((each) => (each === name ? event.target.checked : choice.runs.includes(each)));
       page.watchRuns(choice.runs);
       drawSteps();
-    } }), ` ${name}`)))) : null;
+      drawDifferences();
+    } }), ` ${name} `, (choice.tags[name] ?? []).map((tag) => el("span", { class: "tag" }, tag)))))) : null;
   const reset = el("button", { type: "button", id: "reset-zoom", hidden: true, onclick: () => { zoom("step", null); zoom("time", null); } }, "Show all");
   return el("div", { class: "tools" }, compare, el("label", {}, "smoothing ", slider, " ", shown), el("label", {}, "by ", axis), reset);
 }
@@ -149,6 +152,16 @@ function drawSteps() {
   patch(places.runs, choice.runs.length > 1 ? choice.runs.map(runKey) : []);
 }
 
+// The keys of the configs that differ between the compared runs.
+async function drawDifferences() {
+  const runs = choice.runs.length > 1 ? choice.runs : [], into = places.differences;
+  const found = runs.length ? await ask(`differences?${new URLSearchParams({ runs: runs.join(",") })}`).catch((error) => thePage.trouble(error.message)) : null;
+  if (runs.length && runs !== choice.runs) return; // the choice has changed meanwhile
+  const shown = (value) => (value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+  patch(into, found?.length ? [el("details", { class: "panel", open: true }, el("summary", {}, `Configs differ in ${found.length} ${found.length === 1 ? "key" : "keys"}`),
+    table([["key", ([name]) => el("code", {}, name), "text"], ...runs.map((run, at) => [run, ([, values]) => shown(values[at]), "text"])], found))] : []);
+}
+
 function runKey(run) {
   const swatch = el("span", { class: `swatch ${COLOURS[colourPlace(run) % COLOURS.length].slice(2)}` });
   const steps = data.runs.get(run)?.steps.x;
@@ -204,7 +217,9 @@ function drawTasks({ status, notes }) {
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
   const groups = panel("Groups by stage", null, table(columns, STAGES));
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
-  patch(places.tasks, [groups, ...tasks.map(([name, task]) => panelOf(name, task, notes.tasks[name])), memory(status, notes.run)]);
+  // a task that has not begun, and stops nothing, has its column in the table alone
+  const begun = tasks.filter(([name, task]) => task.in_flight || task.trouble || notes.tasks[name].length || Object.keys(task.shares).length);
+  patch(places.tasks, [groups, ...begun.map(([name, task]) => panelOf(name, task, notes.tasks[name])), memory(status, notes.run)]);
 }
 
 function panelOf(name, task, notes) {

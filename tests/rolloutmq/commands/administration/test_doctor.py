@@ -16,6 +16,7 @@ from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views.explain import diagnosis
+from rolloutmq.views.explain import symptom as symptom_module
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
@@ -66,8 +67,12 @@ def test_doctor_names_what_is_wrong_since_when_and_what_to_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for patience in ("PATIENCE_MS", "LOADING_MS"):
-        monkeypatch.setattr(diagnosis, patience, -1)
+    for module, patience in (
+        (symptom_module, "PATIENCE_MS"),
+        (diagnosis, "PATIENCE_MS"),
+        (diagnosis, "LOADING_MS"),
+    ):
+        monkeypatch.setattr(module, patience, -1)
     what, fix = BROKEN[damage]
     assert what not in command("doctor", "--json").stdout or damage is a_letter
     damage(scene, tmp_path)

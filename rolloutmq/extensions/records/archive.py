@@ -1,0 +1,289 @@
+"""The trained batches of a run as files in a folder or a bucket, such as step-0000041.rmq.
+
+    the trainer dies                 what stays
+      while it writes                a hidden folder, deleted by the next trainer; the batch is on
+                                     the server, and is written again
+      between the file and `forget`  the file; the next trainer writes the same bytes again
+
+A file is whole once it has its name. As in `steps.jsonl`, writing a step deletes the files of later
+steps: they are of a history that was left.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffer.errors import LONGEST_REASON, LedgerError, RolloutMQError
+from buffer.imports import import_extra
+from buffer.job import PayloadRef
+from buffer.manifest import Manifest
+from buffer.observers import Observer
+from buffer.redis.payloads import Whole
+from buffer.redis.retry import Backoff
+from buffer.redis.whole_file import sync
+from buffer.run.run import Run
+from buffer.wire.columns import large_columns
+from buffer.wire.group import RolloutGroup
+from rolloutmq.config.config import Config
+from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, StepFile, write_step
+
+log = logging.getLogger("rolloutmq.trainer")
+
+BACKOFF = Backoff(1.0, 60.0, jitter=0.0)  # between attempts to write to a full disk, or a bucket
+LAST_TRIES = 3  # at the end of the trainer
+
+NUMERIC = ("rolloutmq", "torch", "transformers", "numpy")
+"""Packages whose version decides about the numbers of a train step."""
+
+_NAME = re.compile(r"step-(\d{7,})\.rmq")
+
+
+class ArchiveFailed(RolloutMQError):
+    """Raised where an archive cannot be read or written."""
+
+
+class Shelf(Protocol):
+    """Keeps files by name; a file is there with all of its bytes, or not at all."""
+
+    def names(self) -> list[str]: ...
+    def get(self, name: str) -> bytes:
+        """Return the bytes of a file. Raises FileNotFoundError."""
+
+    def scratch(self) -> Path | None:
+        """Return a folder in which a file may be made for `put`, after deleting what is in it."""
+
+    def put(self, name: str, file: Path) -> None:
+        """Store a file, which may be moved away."""
+
+    def drop(self, name: str) -> None: ...
+
+
+class FolderShelf:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        return [path.name for path in self._folder.glob("*")]
+
+    def get(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def scratch(self) -> Path:
+        folder = self._folder / ".new"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def put(self, name: str, file: Path) -> None:
+        sync(file)
+        file.replace(self._folder / name)
+        sync(self._folder)
+
+    def drop(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+
+class BucketShelf:
+    """Objects under a URL; credentials and endpoint are in the environment, as for weights."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._obstore = import_extra("obstore", f"[retention] folder = {url!r}")
+
+    @cached_property
+    def _store(self) -> Any:
+        options = {"mkdir": True} if self._url.startswith("file:") else {}
+        return self._obstore.store.from_url(self._url, **options)
+
+    def names(self) -> list[str]:
+        return [found["path"] for page in self._store.list() for found in page]
+
+    def get(self, name: str) -> bytes:
+        return bytes(self._store.get(name).bytes())
+
+    def scratch(self) -> None:
+        return None  # that of the system
+
+    def put(self, name: str, file: Path) -> None:
+        self._store.put(name, file)
+
+    def drop(self, name: str) -> None:
+        self._store.delete(name)
+
+
+class Archive:
+    """The step files of one run at `place`, a folder or a URL. Raises ArchiveFailed."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._shelf: Shelf = BucketShelf(place) if "://" in place else FolderShelf(Path(place))
+
+    def steps(self) -> list[int]:
+        with self._failing():
+            found = map(_NAME.fullmatch, self._shelf.names())
+            return sorted(int(match[1]) for match in found if match)
+
+    def open(self, step: int) -> StepFile:
+        """Return the file of a step. Raises RecordDamaged."""
+        name = _name(step)
+        try:
+            with self._failing():
+                data = self._shelf.get(name)
+        except FileNotFoundError:
+            raise ArchiveFailed(
+                f"{self.place} has no file of step {step}: {self._having()}",
+                hint="put a copy of the file there; steps on one side of the gap can be replayed "
+                "from a checkpoint on that side",
+            ) from None
+        file = StepFile(f"{self.place.rstrip('/')}/{name}", BytesIO(data))
+        if file.facts.step != step:
+            raise RecordDamaged(
+                f"{file.name} has the batch of step {file.facts.step}",
+                hint="give the files of the archive their own names",
+            )
+        return file
+
+    def put(self, step: int, write: Callable[[Path], object]) -> None:
+        """Store the file of a step, made by `write`, and delete those of later steps."""
+        with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
+            file = Path(folder) / _name(step)
+            write(file)
+            for later in self.steps():
+                if later > step:
+                    self._shelf.drop(_name(later))
+            self._shelf.put(_name(step), file)
+
+    def _having(self) -> str:
+        steps = self.steps()
+        return f"it has {len(steps)} of steps {steps[0]} to {steps[-1]}" if steps else "it is empty"
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except (RolloutMQError, FileNotFoundError):
+            raise
+        except Exception as error:  # the kinds of errors of a bucket depend on its provider
+            text = " ".join(str(error).partition("Debug source:")[0].split())[:LONGEST_REASON]
+            hint = "check the folder or bucket, its free space, and the rights of this process"
+            raise ArchiveFailed(f"{self.place}: {text}", hint=hint) from error
+
+
+def _name(step: int) -> str:
+    return f"step-{step:07d}.rmq"
+
+
+def archive_run(run: Run, process: str, config: Config | None) -> None:
+    """Archive the batches that this trainer commits, if the run does that."""
+    if config is not None and process == "trainer" and run.limits.archive:
+        run.observers.append(Archiver(run, config.public()))
+
+
+class Archiver(Observer):
+    """Copies committed batches to the archive in a thread, then lets the server free them."""
+
+    def __init__(self, run: Run, config: dict[str, Any]) -> None:
+        self._run = run
+        self._archive = Archive(run.limits.archive)
+        self._config = config
+        self._versions = versions()
+        self._news = threading.Event()
+        self._ended = threading.Event()
+        # a trainer that died may have left some
+        self._news.set()
+        self._thread = threading.Thread(target=self._follow, name="archive", daemon=True)
+        self._thread.start()
+
+    def committed(self, step: int, began_ns: int) -> None:
+        self._news.set()
+
+    def closed(self) -> None:
+        """Wait until all committed batches are archived, unless that fails."""
+        self._ended.set()
+        self._news.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        failures = 0
+        while True:
+            self._news.wait()
+            self._news.clear()
+            is_last = self._ended.is_set()
+            try:
+                self._copy_new()
+                failures = 0
+                if is_last:
+                    return
+            except (RolloutMQError, OSError) as error:
+                failures += 1
+                log.error("not archived, at try %d; the server keeps them: %s", failures, error)
+                if is_last and failures >= LAST_TRIES:
+                    return
+                self._ended.wait(BACKOFF.pause_s(failures))
+                self._news.set()
+
+    def _copy_new(self) -> None:
+        ledger = self._run.ledger
+        exported = ledger.archive.exported()
+        for step in ledger.archive.steps():
+            if step <= exported:
+                continue
+            manifest = ledger.manifest(step)
+            if manifest is None:
+                raise LedgerError(f"the batch of step {step} was freed while it was archived")
+            self._archive.put(step, partial(self._write, manifest))
+            ledger.archive.forget(exported=step)
+
+    def _write(self, manifest: Manifest, path: Path) -> None:
+        run = self._run
+        facts = StepFacts(
+            run=run.name,
+            run_nonce=run.nonce,
+            step=manifest.step,
+            manifest=manifest.lines,
+            config=self._config,
+            versions=self._versions,
+        )
+        refs = [entry.payload for entry in manifest.entries]
+
+        def groups(add: Callable[[str, bytes | memoryview], None]) -> None:
+            def add_each(batch: Sequence[PayloadRef], payloads: Sequence[Whole]) -> list[None]:
+                for ref, data in zip(batch, payloads, strict=True):
+                    add(ref.gid, data)
+                return []
+
+            run.payloads.read_each(refs, add_each)
+
+        further: dict[str, bytes] = {}
+        if root := run.columns.root:
+            for group in run.buffer.read_many(refs):
+                names = files_of(group)
+                further |= {f"columns/{name}": (root / name).read_bytes() for name in names}
+        write_step(path, facts, groups, further)
+
+
+def files_of(group: RolloutGroup) -> list[str]:
+    """Return the files of large columns that a group names, without their checksums."""
+    values = [column.get(state) for state in group.states for column in large_columns().values()]
+    return [value.partition("#")[0] for value in values if isinstance(value, str)]
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in NUMERIC:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

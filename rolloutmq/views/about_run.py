@@ -1,0 +1,36 @@
+"""What is known of a run beside its numbers: config, changes, versions, command, note."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from buffer.run.run import Run
+from rolloutmq.config.kept_config import read_config
+from rolloutmq.run_owner import read_record
+from rolloutmq.versions import all_versions
+from rolloutmq.views.run_folder import RunFolder
+from rolloutmq.views.run_note import read_note
+from rolloutmq.views.setting_view import overrides, time_text
+
+
+def about_run(folder: Path | None, run: Run | None = None, account: str = "") -> dict[str, Any]:
+    """Return it as JSON, from the folder, the server, or both.
+
+    `account`: that of a run which is about to end; its record has it later.
+    """
+    record = read_record(folder) if folder else None
+    facts = RunFolder(folder).facts() if folder else {}
+    facts |= {"account": account} if account else {}
+    if run:
+        facts.pop("not here", None)  # the server has it
+        facts |= {"run": run.name, "nonce": run.nonce}
+    if record:
+        facts |= {"host": record.host, "started": time_text(int(1000 * record.started))}
+    return {
+        "facts": facts,
+        "note": read_note(folder).model_dump() if folder else None,
+        "changed": list(overrides(run.settings)) if run else [],
+        "versions": record.versions if record and record.versions else all_versions(),
+        "config": [[*key] for key in read_config(folder)] if folder else [],
+    }
