@@ -134,6 +134,7 @@ class HeartbeatNumbers:
         0.0, "tok/s", "As the worker reports it.", metric="worker_tokens_per_second",
         table="workers", total="tokens/s",
     )  # fmt: skip
+    sampling_ms: int = 0  # the time in which its engine had a request
     done: int = _reported(0, "done", "Groups that it completed.", table="workers")
     failed: int = _reported(
         0, "failed", "Groups that failed on it.", metric="worker_groups_failed", is_counter=True

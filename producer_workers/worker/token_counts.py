@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,13 @@ class TokenCounts:
         self._closed = Counter[str]()  # by task, as those below
         self._prompt = Counter[str]()
         self._again = Counter[str]()
+        self._requests = 0
+        self._busy_s = 0.0  # less the time at which the requests that run began to, if any does
+
+    def sampling_ms(self) -> int:
+        """Return the time in which the engine had a request."""
+        requests, busy_s = self._requests, self._busy_s
+        return int(1000 * (busy_s + time.monotonic() * bool(requests)))
 
     @contextmanager
     def request(self, gid: str, prompt_tokens: int) -> Iterator[Tally]:
@@ -42,6 +50,9 @@ class TokenCounts:
         self._prompt[_task(gid)] += prompt_tokens
         tally = Tally()
         claim.running.add(tally)
+        self._requests += 1
+        if self._requests == 1:
+            self._busy_s -= time.monotonic()
         token = TALLY.set(tally)
         try:
             yield tally
@@ -49,6 +60,9 @@ class TokenCounts:
             TALLY.reset(token)
             claim.running.discard(tally)
             claim.made += tally.tokens
+            self._requests -= 1
+            if not self._requests:
+                self._busy_s += time.monotonic()
 
     def resume(self, gid: str, again: int, expired: int) -> None:
         """Count a group that goes on: `again` of its tokens are read, `expired` are discarded."""

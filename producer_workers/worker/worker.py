@@ -245,6 +245,7 @@ class Worker:
             state=self._state(),
             refusal=self._weights.refusal,
             tokens_per_s=self._token_rate.measure(self._runner.tokens),
+            sampling_ms=self._engine.token_counts.sampling_ms(),
             done=self._runner.done,
             known_epoch=known_epoch,
             concurrency=self._claims.limit(),
