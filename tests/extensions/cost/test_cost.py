@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from buffer.job import SampledTokens
+from buffer.redis.store import Store
 from consumer.handle.step_log import StepWriter
 from rolloutmq.extensions.cost import CostSection
 from rolloutmq.extensions.cost.command import _costs
 from rolloutmq.extensions.cost.meter import CostMeter
 from tests.buffer.scene import Scene
+from tests.servers import Server
 
 HOUR_MS = 3_600_000
 PRICES = CostSection(worker_gpu_hour=10.0, million_sampled_tokens=1e6, million_prompt_tokens=2e6)
+
+
+@pytest.fixture
+def scene(server_of: Callable[[str], Server], run_name: str) -> Iterator[Scene]:
+    server = server_of("valkey")
+    store = Store(server.url)
+    with server.connect() as raw:
+        yield Scene(store, raw, run_name)
+    store.close()
 
 
 def lived(scene: Scene, worker: str, hours: float, sampling: float) -> None:
