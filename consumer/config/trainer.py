@@ -159,6 +159,9 @@ class SamplesSection(Section):
     worst, the one with the most truncated responses, and others at random, by run.seed and the step
     (1: the best); 0: none
     """
+    tokens_per_rollout: Count = Field(1024, ge=0)
+    """first tokens of each rollout whose ids, log-probabilities and entropy are kept, too; 0: none
+    """
     report_every_steps: Count = Field(10, ge=1)
     """interval in train steps at which they are also passed to [trainer] writers, beginning with
     step 1

@@ -166,7 +166,7 @@ class Trainer:
             # behind the pause: a stop while it waits writes a checkpoint of this position
             self._position.add(batch.manifest)
             train_started = time.monotonic()
-            metrics, columns = self.rank.fit(step, groups=batch.groups)
+            metrics, columns, scores = self.rank.fit(step, groups=batch.groups)
             self.consumer.delivered.clear()  # every rank has compared its own
             for problem in columns.missing_roles(self._unchecked_roles):
                 log.error(problem)
@@ -180,8 +180,9 @@ class Trainer:
         timing.step = time.monotonic() - started
         metrics |= self._step_metrics(batch.manifest, columns, timing)
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
+        self._reporter.histograms = columns.histograms()
         self.consumer.report(step, metrics)
-        self._reporter.add_samples(batch.manifest, columns, batch.groups)
+        self._reporter.add_samples(batch.manifest, columns, batch.groups, scores)
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
         if step % self._config.trainer.checkpoint_every_steps == 0 or step == last:
             self._checkpoint()

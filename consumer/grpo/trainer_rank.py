@@ -25,9 +25,11 @@ from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.grpo.model_state.weights_folder import WeightParts
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.policy.policy import Policy
+from consumer.grpo.reporting.metric_writers import choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.ranks import ALONE, RankOrders, Ranks, on_all_ranks, select_device
+from consumer.handle.sample_tokens import Packed, pack
 from consumer.handle.sharded_consumer import ShareReader, check_unchanged
 
 
@@ -77,10 +79,11 @@ class TrainerRank:
     @on_all_ranks
     def fit(
         self, step: int, *, groups: Sequence[RolloutGroup] | None = None
-    ) -> tuple[dict[str, float], BatchColumns]:
+    ) -> tuple[dict[str, float], BatchColumns, dict[str, list[Packed]]]:
         """Train one step: rank 0 on `groups`, the others on their shares of the same batch.
 
-        Returns the metrics of learner and filter, and the columns of the whole batch. Raises
+        Returns the metrics of learner and filter, the columns of the whole batch, and the scores of
+        each rollout of the groups that the sample log gets. Raises
         GroupChanged on all ranks if a group is not what the server sent.
         """
         own = self.reader.share(step) if groups is None else groups
@@ -99,7 +102,16 @@ class TrainerRank:
         if peak := self.ranks.max(used):
             metrics["memory/peak_bytes"] = float(peak)
         columns = BatchColumns.of(own, self.controller.advantages, self.controller.fates)
-        return metrics, BatchColumns.join(self.ranks.gather(columns.lists()))
+        columns = BatchColumns.join(self.ranks.gather(columns.lists()))
+        section, scores = self._config.samples, self.controller.scores
+        chosen = choose(columns, section.groups_per_step, self._config.run.seed, step)
+        packed = {
+            group.gid: pack(scores[group.gid], group.lengths, section.tokens_per_rollout)
+            for group in own
+            if group.gid in chosen and group.gid in scores
+        }
+        parts = self.ranks.gather(packed)
+        return metrics, columns, {gid: found for part in parts for gid, found in part.items()}
 
     @on_all_ranks
     def snapshot(self) -> Save:

@@ -25,6 +25,7 @@ import orjson
 from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
+from consumer.handle.sample_tokens import FIELD, Packed, pack_group, unpack, without_tokens
 from consumer.handle.step_log import read_steps
 
 log = logging.getLogger("rolloutmq.samples")
@@ -67,11 +68,15 @@ class SampleLog:
         last = next(filter(None, ends), None)
         return (min(file.first for file in files), last) if last else None
 
-    def read(self, step: int) -> list[Sample]:
-        """Return the samples of a step in the order of their choice; [] if none are logged."""
+    def read(self, step: int, *, tokens: bool = False) -> list[Sample]:
+        """Return the samples of a step in the order of their choice; [] if none are logged.
+
+        `tokens`: with their numbers by token, as `group_json` names them.
+        """
         files = [file for file in sample_files(self._run_dir) if file.first <= step]
         lines = _lines(files[-1], step + 1) if files else ()
-        return [orjson.loads(line) for line in lines if _step_of(line) == step]
+        shown = unpack if tokens else without_tokens
+        return [shown(orjson.loads(line)) for line in lines if _step_of(line) == step]
 
     def search(self, text: str, why: str = "") -> Iterator[Sample]:
         """Yield the samples that contain a text in any case, and were chosen for `why`.
@@ -86,14 +91,14 @@ class SampleLog:
             samples = [orjson.loads(line) for line in _lines(file, end) if raw in line.lower()]
             for sample in reversed(samples):
                 if why in ("", sample.get("why")) and (not text or contains(sample, text)):
-                    yield sample
+                    yield without_tokens(sample)
             end = min(end, file.first)
 
-    def find(self, gid: str) -> Sample | None:
+    def find(self, gid: str, *, tokens: bool = False) -> Sample | None:
         """Return the sample of a group that was trained; None where it is not in the log."""
         steps = read_steps(self._run_dir)
         trained = (step.step for step in reversed(steps) if gid in step.gids)
-        samples = self.read(next(trained, 0))
+        samples = self.read(next(trained, 0), tokens=tokens)
         return next((sample for sample in samples if sample["gid"] == gid), None)
 
 
@@ -118,9 +123,19 @@ def _lines(file: SampleFile, end: float = math.inf) -> Iterator[bytes]:
 
 
 def describe_sample(
-    group: RolloutGroup, step: int, why: str, staleness: int | None, texts: TokenTexts
+    group: RolloutGroup,
+    step: int,
+    why: str,
+    staleness: int | None,
+    texts: TokenTexts,
+    *,
+    tokens: int = 0,
+    scores: Sequence[Packed] = (),
 ) -> Sample:
     """Return a group as a line of the log: the JSON of `show --json`, without tokens.
+
+    `tokens`: of each rollout, how many have their numbers in it (`sample_tokens.py`); `scores`:
+    those of the trainer, of each rollout.
 
     `why` it was chosen: best, worst, truncated or random. `texts` decodes what the group does not
     have as text: a prompt without messages (`prompt`), and a rollout's runs of tokens that were
@@ -130,6 +145,9 @@ def describe_sample(
     sample["staleness"] = staleness
     sample |= group_json(group, tokens=False)
     add_texts(sample, group, texts)
+    if tokens:
+        for place, packed in enumerate(pack_group(group, tokens)):
+            sample["members"][place][FIELD] = packed | (scores[place] if scores else {})
     return sample
 
 

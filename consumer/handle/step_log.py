@@ -1,7 +1,8 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
 A line of `steps.jsonl`: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "ended_s":
-1790000000.0, "metrics": {"rewards/mean": 0.4, …}}. A line replaces every earlier line of its step
+1790000000.0, "metrics": {"rewards/mean": 0.4, …}, "histograms": {"rewards": …}} (`StepHistogram`).
+A line replaces every earlier line of its step
 and of later ones, as a trainer that restarts trains steps again; no group may remain twice (I6).
 """
 
@@ -10,16 +11,22 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
+from consumer.handle.histogram import StepHistogram
+
 STEPS_FILE = "steps.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
+Histograms = Mapping[str, StepHistogram]
+_NO_HISTOGRAMS: Histograms = MappingProxyType({})
 Evaluations = dict[tuple[str, int], dict[str, float]]  # metrics by (task, train step)
 
 
@@ -41,9 +48,17 @@ class StepWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
+    def add_step(
+        self,
+        step: int,
+        lineage: str,
+        gids: list[str],
+        metrics: dict[str, float],
+        histograms: Histograms = _NO_HISTOGRAMS,
+    ) -> None:
         entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
         entry |= {"ended_s": round(time.time(), 3), "metrics": metrics}
+        entry["histograms"] = {name: each.document() for name, each in histograms.items()}
         append_line(self._folder / STEPS_FILE, entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
@@ -73,6 +88,7 @@ class TrainedStep:
     gids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None  # since 1970; None in a log without it
+    histograms: Histograms = field(default_factory=dict)
 
     @property
     def began_s(self) -> float | None:
@@ -84,12 +100,14 @@ class TrainedStep:
     def parse(cls, line: dict[str, Any]) -> TrainedStep:
         """Return the step in a decoded line; metrics that are not numbers are left out."""
         metrics = (line.get("metrics") or {}).items()
+        histograms = {n: StepHistogram.parse(v) for n, v in (line.get("histograms") or {}).items()}
         return cls(
             step=int(line["step"]),
             lineage=str(line.get("lineage", "")),
             gids=tuple(line.get("gids") or ()),
             metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
             ended_s=float(line["ended_s"]) if "ended_s" in line else None,
+            histograms={name: found for name, found in histograms.items() if found},
         )
 
 

@@ -109,11 +109,16 @@ def locate(run: Run, gid: str) -> FoundGroup:
     return FoundGroup(gid, trace, stages, record, run.dead_letters.reason(gid))
 
 
-def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGroup:
-    """Return a group with its payload, or its sample if that is freed; raises as `locate`."""
+def find_group(
+    run: Run, gid: str, samples: SampleLog | None = None, *, tokens: bool = False
+) -> FoundGroup:
+    """Return a group with its payload, or its sample if that is freed; raises as `locate`.
+
+    `tokens`: the sample has its numbers by token.
+    """
     found = locate(run, gid)
     if not found.record:
-        return replace(found, sample=samples.find(gid) if samples else None)
+        return replace(found, sample=samples.find(gid, tokens=tokens) if samples else None)
     return replace(found, group=run.buffer.read(payload_of(gid, found.record)))
 
 

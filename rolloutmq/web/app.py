@@ -27,7 +27,7 @@ from consumer.handle.sample_log import SampleLog, TokenTexts, model_folders
 from rolloutmq.views.found_group import FoundGroup
 from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
-from rolloutmq.web.group_routes import ControlRoutes, GroupRoutes, logged_samples
+from rolloutmq.web.group_routes import ControlRoutes, GroupRoutes, logged_samples, with_token_texts
 from rolloutmq.web.report import read_contents
 from rolloutmq.web.run_routes import LogRoutes, RunRoutes
 from rolloutmq.web.watcher import Watcher
@@ -82,7 +82,7 @@ def make_folder_app(
     is_over: Callable[[], bool] = lambda: False,
 ) -> Starlette:
     """Return the application for a run whose server is lost, from its folder; `why` it is lost."""
-    samples = SampleLog(run_dir)
+    samples, texts = SampleLog(run_dir), TokenTexts([run_dir / "model"])
 
     def contents(request: Request) -> Any:
         saved = read_contents(run_dir)
@@ -91,10 +91,10 @@ def make_folder_app(
 
     def group(request: Request) -> Any:
         gid = request.path_params["gid"]
-        sample = samples.find(gid)
+        sample = samples.find(gid, tokens=True)
         if sample is None:
             raise ConfigError(f"the run's folder has no sample of {gid[:80]}", hint=why)
-        return FoundGroup(gid, sample=sample).document(tokens=True)
+        return with_token_texts(FoundGroup(gid, sample=sample), texts)
 
     routes = [
         access.reading("/api/runs", contents),

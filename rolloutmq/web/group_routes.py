@@ -78,18 +78,24 @@ class GroupRoutes:
                 found = locate(self._run, gid)
             except (ConfigError, AccountError):  # the server has lost it, or is another one
                 found = FoundGroup(gid)
-            return replace(found, sample=sample).document(tokens=True)
-        found = find_group(self._run, gid, self._samples)
-        document = found.document(tokens=True)
-        if found.group:
-            add_texts(document, found.group, self._texts)
-            for member in document["members"]:
-                member["token_texts"] = self._texts.of(member["response_ids"])
-        return document
+            return with_token_texts(replace(found, sample=sample), self._texts)
+        found = find_group(self._run, gid, self._samples, tokens=True)
+        return with_token_texts(found, self._texts)
 
     def _sample(self, gid: str, step: int) -> Sample | None:
-        samples = self._samples.read(step) if self._samples else []
+        samples = self._samples.read(step, tokens=True) if self._samples else []
         return next((sample for sample in samples if sample["gid"] == gid), None)
+
+
+def with_token_texts(found: FoundGroup, texts: TokenTexts) -> dict[str, Any]:
+    """Return the document of a group with its tokens, each of which has its text."""
+    document = found.document(tokens=True)
+    if found.group:
+        add_texts(document, found.group, texts)
+    for member in document["members"]:
+        if "response_ids" in member:
+            member["token_texts"] = texts.of(member["response_ids"])
+    return document
 
 
 def logged_samples(log: SampleLog | None, request: Request) -> Any:

@@ -21,6 +21,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.reporting.metric_writers import SampleWriter
 from consumer.handle.sample_log import TokenTexts, describe_sample
+from consumer.handle.sample_tokens import pack
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"
@@ -198,7 +199,9 @@ def write_samples(scene: Scene, folder: Path, text: str = "") -> None:
         for state in states:
             state.response = text or f"It was {why}."
         group = RolloutGroup(gid, "math", states)
-        samples.append(describe_sample(group, 1, why, 0, TokenTexts([])))
+        scores = {"trainer": group.logprobs - 0.25, "entropy": np.full_like(group.logprobs, 1.75)}
+        packed = pack(scores, group.lengths, 2)
+        samples.append(describe_sample(group, 1, why, 0, TokenTexts([]), tokens=2, scores=packed))
     writer.write_samples(1, samples)
     writer.close()
 

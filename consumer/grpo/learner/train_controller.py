@@ -116,6 +116,8 @@ class TrainController:
         self._filter = batch_filter or BatchFilter(readers=policy.readers)
         # Of the newest batch, as computed: per rollout, or per trained token (by GAE, unscaled).
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
+        # Of the newest batch, by group: `TrainBatch.scores`.
+        self.scores: dict[str, dict[str, NDArray[np.float32]]] = {}
         # Of each rollout of the newest batch: what kept it from a gradient, or FINISHED.
         self.fates: list[str] = []
 
@@ -154,7 +156,9 @@ class TrainController:
         outcome = batch.outcome
         has_gradient = None if outcome is None else self._with_gradient(filtered.groups, outcome)
         self.fates = filtered.fates(groups, has_gradient)
-        return self.train(batch) | filtered.metrics()
+        metrics = self.train(batch) | filtered.metrics()
+        self.scores = batch.scores()
+        return metrics
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
         """Pack this rank's groups, without the rollouts that have no policy gradient.
@@ -338,6 +342,8 @@ class TrainController:
         config, loss_config = self._config, self._config.loss
         batch = update.batches[index]
         current = self.policy.score(batch, entropy_gradient=loss_config.entropy_coef > 0)
+        update.logprobs.append(current.logprobs.detach())
+        update.entropy.append(current.entropy.detach())
         samples = Samples(batch.mask, batch.sample, batch.trained_tokens)
         old_logprobs = current.logprobs.detach()
         if config.is_against_rollout:

@@ -40,6 +40,8 @@ class Update:
     values: list[Tensor] = field(default_factory=list)
     advantages: list[Tensor] = field(default_factory=list)
     returns: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)  # of the forward pass that is trained
+    entropy: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,20 @@ class TrainBatch:
     updates: list[Update]
     # what `TrainController` computed to pack it: of each group, per rollout or per token
     outcome: Sequence[NDArray[np.float32]] | None = None
+
+    def scores(self) -> dict[str, dict[str, NDArray[np.float32]]]:
+        """Return what the policy gave to response tokens as it was trained on them, by group.
+
+        `trainer`: log-probability; `entropy`; float32[R] each; nan for what was not packed.
+        """
+        found: dict[str, dict[str, NDArray[np.float32]]] = {group.gid: {} for group in self.groups}
+        for name, column in (("trainer", "logprobs"), ("entropy", "entropy")):
+            columns = [np.full(len(group.mask), np.nan, np.float32) for group in self.groups]
+            for update in self.updates:
+                update.batches.fill(columns, getattr(update, column))
+            for group, values in zip(self.groups, columns, strict=True):
+                found[group.gid][name] = values
+        return found
 
     def set_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
         """Set the advantages of all response tokens, float32[R] of each group."""

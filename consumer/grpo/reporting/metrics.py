@@ -19,6 +19,7 @@ from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
 from buffer.wire.staleness import staleness
 from consumer.grpo.learner.group_rewards import FULL_SCORE
+from consumer.handle.histogram import StepHistogram
 
 POOLS = ("completed", "aborted", "expired")
 
@@ -137,6 +138,14 @@ class BatchColumns:
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
+
+    def histograms(self) -> dict[str, StepHistogram]:
+        """Return the histograms of scores, and of response tokens."""
+        found = {
+            "rewards": StepHistogram.of(self.scores),
+            "response_len": StepHistogram.of(self.lengths, finest=1.0),
+        }
+        return {name: histogram for name, histogram in found.items() if histogram}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the batch, except its staleness."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
@@ -23,7 +24,8 @@ from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.sample_log import Sample, TokenTexts, describe_sample
-from consumer.handle.step_log import StepWriter
+from consumer.handle.sample_tokens import Packed
+from consumer.handle.step_log import Histograms, StepWriter
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -44,6 +46,7 @@ class Reporter(Observer):
         self._texts = TokenTexts([model_dir])
         self._log = StepWriter(config.run.folder)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
+        self.histograms: Histograms = {}  # of the step that is reported next
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._behind = LogOnce(log, "samples are left out")
@@ -65,11 +68,18 @@ class Reporter(Observer):
         if task:
             self.add_evaluation(step, task, dict(metrics))
         else:
-            self.add_step(step, self._lineage, self._gids, dict(metrics))
+            self.add_step(step, self._lineage, self._gids, dict(metrics), self.histograms)
 
-    def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
+    def add_step(
+        self,
+        step: int,
+        lineage: str,
+        gids: list[str],
+        metrics: dict[str, float],
+        histograms: Histograms,
+    ) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
-        self._log.add_step(step, lineage, gids, metrics)
+        self._log.add_step(step, lineage, gids, metrics, histograms)
         self._put(lambda writer: writer.write(step, metrics))
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
@@ -78,11 +88,16 @@ class Reporter(Observer):
         self._put(lambda writer: writer.write_evaluation(step, task, metrics))
 
     def add_samples(
-        self, batch: Manifest, columns: BatchColumns, groups: Sequence[RolloutGroup]
+        self,
+        batch: Manifest,
+        columns: BatchColumns,
+        groups: Sequence[RolloutGroup],
+        scores: Mapping[str, Sequence[Packed]] = MappingProxyType({}),
     ) -> None:
         """Report the texts of some groups of a batch, unless the destinations are far behind.
 
         `columns`: of the whole batch. Groups that are not in `groups` are read from the server.
+        `scores`: the trainer's numbers by token, of each rollout of these groups.
         """
         count = self._config.samples.groups_per_step
         chosen = choose(columns, count, self._config.run.seed, batch.step)
@@ -90,7 +105,7 @@ class Reporter(Observer):
         is_behind = self._queue.qsize() > MOST_WAITING
         self._behind.report("their destinations are slower than the train steps" * is_behind)
         if chosen and not is_behind:
-            self._queue.put(lambda: self._pass_samples(batch, chosen, own))
+            self._queue.put(lambda: self._pass_samples(batch, chosen, own, scores))
 
     def flush(self) -> bool:
         """Wait until all is reported, `FLUSH_S` at most; return whether it is."""
@@ -124,7 +139,11 @@ class Reporter(Observer):
                 state.report("")
 
     def _pass_samples(
-        self, batch: Manifest, chosen: Mapping[str, str], own: Mapping[str, RolloutGroup]
+        self,
+        batch: Manifest,
+        chosen: Mapping[str, str],
+        own: Mapping[str, RolloutGroup],
+        scores: Mapping[str, Sequence[Packed]],
     ) -> None:
         entries = {entry.gid: entry for entry in batch.entries}
         samples: list[Sample] = []
@@ -133,7 +152,11 @@ class Reporter(Observer):
                 version = entries[gid].version
                 group = own.get(gid) or self._buffer.read(entries[gid].payload)
                 age = None if version is None else staleness(batch.step, version)
-                samples.append(describe_sample(group, batch.step, why, age, self._texts))
+                line = describe_sample(
+                    group, batch.step, why, age, self._texts,
+                    tokens=self._config.samples.tokens_per_rollout, scores=scores.get(gid, ()),
+                )  # fmt: skip
+                samples.append(line)
         except RolloutMQError as error:
             log.warning("the samples of step %s are not logged: %s", batch.step, error)
             return

@@ -26,7 +26,7 @@ from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import open_writers
 from consumer.grpo.reporting.metrics import BatchColumns, staleness_metrics
 from consumer.grpo.reporting.reporter import Reporter
-from consumer.handle.step_log import read_steps
+from consumer.handle.step_log import Histograms, read_steps
 
 KEPT = 8  # newest steps that may still be reported: trainers take ahead
 
@@ -36,6 +36,7 @@ class _Step:
     lineage: str
     gids: list[str]
     metrics: dict[str, float]
+    histograms: Histograms
     began: float  # when the trainer asked for the batch
     is_written: bool = False
 
@@ -75,7 +76,7 @@ class StepRecorder(Reporter):
             self._write(step - 1)
             self._steps = {n: kept for n, kept in self._steps.items() if step - KEPT < n < step}
             began = time.monotonic() - waited_s
-            self._steps[step] = _Step(lineage, manifest.gids, metrics, began)
+            self._steps[step] = _Step(lineage, manifest.gids, metrics, columns.histograms(), began)
         self.add_samples(manifest, columns, groups)
 
     def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
@@ -98,7 +99,7 @@ class StepRecorder(Reporter):
         logged = steps[-1].step if steps else 0
         for step in range(max(logged, self._run.ledger.steps().freed) + 1, first):
             if manifest := self._run.ledger.manifest(step):
-                self.add_step(step, "", manifest.gids, staleness_metrics(manifest))
+                self.add_step(step, "", manifest.gids, staleness_metrics(manifest), {})
 
     def _write(self, last: int) -> None:
         """Write the steps up to `last` that are not; again those that such a line replaces."""
@@ -106,5 +107,5 @@ class StepRecorder(Reporter):
         for number, step in sorted(self._steps.items()):
             if replaces if step.is_written else number <= last:
                 step.metrics.setdefault("time/step_s", time.monotonic() - step.began)
-                self.add_step(number, step.lineage, step.gids, step.metrics)
+                self.add_step(number, step.lineage, step.gids, step.metrics, step.histograms)
                 step.is_written = replaces = True

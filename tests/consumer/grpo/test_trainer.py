@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 import torch
@@ -24,8 +25,8 @@ from consumer.grpo.policy.policy import Policy
 from consumer.grpo.trainer import Trainer
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.rollout_consumer import RolloutConsumer
-from consumer.handle.sample_log import SampleLog
-from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
+from consumer.handle.sample_log import Sample, SampleLog
+from consumer.handle.step_log import StepLog, StepWriter, TrainedStep, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.launch.create import create_run
 from tests.buffer.time_machine import put_back, remember
@@ -124,9 +125,27 @@ def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
     logged = [[sample["gid"] for sample in samples.read(step + 1)] for step in range(STEPS)]
     assert [sorted(each) for each in logged] == [sorted(each) for each in gids]
     assert logged == undisturbed.setdefault("logged", logged)
+    for step in log.steps:
+        check_numbers(step, samples.read(step.step, tokens=True))
     assert gids == undisturbed.setdefault("gids", gids)
     for name, tensor in undisturbed.setdefault("state", state).items():
         assert torch.equal(tensor, state[name]), name
+
+
+def check_numbers(step: TrainedStep, samples: list[Sample]) -> None:
+    """All groups are logged: what is kept by token has the means that the metrics have."""
+    assert sum(step.histograms["response_len"].counts) == GROUPS * MEMBERS
+    members = [member for sample in samples for member in sample["members"]]
+    mask, engine, trainer, entropy = (
+        np.concatenate([np.array(member[name], float) for member in members])
+        for name in ("response_mask", "logprobs", "trainer_logprobs", "entropy")
+    )
+    trained = (mask > 0) & np.isfinite(trainer)
+    assert trained.any()
+    for name, values in (
+        ("policy/entropy", entropy), ("mismatch/abs_logprob", np.abs(trainer - engine)),
+    ):  # fmt: skip
+        assert values[trained].mean() == pytest.approx(step.metrics[name], abs=5e-3), name
 
 
 @on_both

@@ -27,7 +27,7 @@ def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str =
             }  # fmt: skip
             line = {
                 "step": step, "lineage": lineage, "gids": [], "ended_s": 1.8e9 + 60 * step,
-                "metrics": metrics,
+                "metrics": metrics, "histograms": {"rewards": {"width": 0.5, "first": 0, "counts": [step, 0, 9]}},
             }  # fmt: skip
             log.write(orjson.dumps(line) + b"\n")
 
@@ -89,6 +89,8 @@ def test_curves_grow_with_the_trainers_log_and_follow_a_restart(
     # the parts of a step and what is left of it
     until_legend(chromium, "parts", "wait 0.5")
     until_legend(chromium, "parts", "other 1.5")
+    # how single rewards lie: most of the newest step's in the last bin
+    until_legend(chromium, "rewards", "1 to 1.5: 9 of 12")
     # a metric that no chart knows is among the others
     chromium.find_element(By.XPATH, "//summary[text()='All other metrics']").click()
     until(chromium, "own/metric")

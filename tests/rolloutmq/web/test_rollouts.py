@@ -162,3 +162,22 @@ def test_hostile_texts_are_inert_in_every_view(
     turn(chromium, "groups?step=1")
     count(chromium, 2)
     assert chromium.execute_script(LIVING) == 0
+
+
+def test_a_trained_group_has_the_trainers_numbers_beside_the_engines(
+    chromium: Chrome, address: str, scene: Scene, folder: Path
+) -> None:
+    write_samples(scene, folder)
+    go(chromium, address, "run")
+    turn(chromium, "groups/math-0000000000?step=1&view=tokens&colour=mismatch")
+    until(chromium, "the first 2 tokens")
+    (first, second, *_) = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
+    assert first.get_attribute("class") == second.get_attribute("class") == "p1"  # below 0.5 nats
+    # by keyboard: the numbers of the second token
+    chromium.find_element(By.CSS_SELECTOR, ".tokens").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    said = until(chromium, "logprob -0.200, trainer -0.450 (mismatch 0.250), entropy 1.750")
+    assert "token 6" in said
+    Select(chromium.find_element(By.ID, "colour")).select_by_value("entropy")
+    WebDriverWait(chromium, PATIENCE_S).until(
+        lambda b: b.find_element(By.CSS_SELECTOR, ".tokens span").get_attribute("class") == "p0"
+    )

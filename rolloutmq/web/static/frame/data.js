@@ -31,7 +31,7 @@ export function watch(names, onEvent, onTrouble) {
   follow(new URLSearchParams({ runs: names.join(",") }), signal, take, restart);
 }
 
-const noCurves = () => ({ steps: { ...emptyTable(), ended_s: [] }, evaluations: emptyTable(), thinned: false });
+const noCurves = () => ({ steps: { ...emptyTable(), ended_s: [] }, histograms: emptyTable(), evaluations: emptyTable(), thinned: false });
 
 // Keep an event; returns whether curves by train step have changed.
 function keep(event) {
@@ -41,8 +41,9 @@ function keep(event) {
   if (data.live.x.length > MOST_LIVE) halve(data.live);
   for (const [name, added] of Object.entries(event.series)) {
     const run = data.runs.get(name) ?? noCurves();
-    if (added.whole) Object.assign(run, { steps: { ...emptyTable(), ended_s: [] }, thinned: added.thinned });
+    if (added.whole) Object.assign(run, { steps: { ...emptyTable(), ended_s: [] }, histograms: emptyTable(), thinned: added.thinned });
     if (added.steps) append(run.steps, added.steps);
+    if (added.histograms) append(run.histograms, added.histograms);
     if (added.evaluations) run.evaluations = added.evaluations;
     data.runs.set(name, run);
   }

@@ -5,7 +5,7 @@ import { groupActs } from "../control/acts.js";
 import { differences } from "./differences.js";
 import { selectNext, setKeys, showHelp } from "./keys.js";
 import { asText, folded, plain, readable, response, showMessage, SPECIAL, visible } from "./said.js";
-import { COLOURS, key, tokenCells, versionsOf } from "./tokens.js";
+import { coloursOf, key, tokenCells, versionsOf } from "./tokens.js";
 
 const VIEWS = { rendered: "rendered", text: "text", tokens: "tokens", changes: "differences" };
 const RECORD_NOISE = ["entry", "token", "payload", "crc"];
@@ -78,7 +78,7 @@ function controls(members, state, change, hasTokens) {
   const choice = el("div", { class: "views", role: "group", "aria-label": "how responses are shown" }, views.map(([name, words]) => el("button", { type: "button", "aria-pressed": String(state.view === name), onclick: () => change({ view: name }) }, words)));
   if (state.view === "changes") return el("div", { class: "controls" }, choice, el("label", {}, "from ", el("select", { id: "base", onchange: (event) => change({ base: Number(event.target.value) }) }, members.map((m, place) => el("option", { value: place, selected: place === state.base }, nameOf(m))))), el("span", { class: "key" }, el("ins", {}, "added"), " ", el("del", {}, "missing")));
   if (state.view !== "tokens") return el("div", { class: "controls" }, choice);
-  const options = Object.entries(COLOURS).map(([name, words]) => el("option", { value: name, selected: name === state.colour }, `${name}: ${words}`));
+  const options = coloursOf(members).map(([name, words]) => el("option", { value: name, selected: name === state.colour }, `${name}: ${words}`));
   return el("div", { class: "controls" }, choice, el("label", {}, "colour by ", el("select", { id: "colour", onchange: (event) => change({ colour: event.target.value }) }, options)), key(state.colour, members));
 }
 
@@ -92,7 +92,7 @@ function showMember(member, members, state) {
 }
 
 function content(member, members, advantage, state) {
-  if (state.view === "tokens" && member.response_ids) return [tokenCells(member, advantage, state.colour), member.token_texts ? null : plain(member.response ?? "")];
+  if (state.view === "tokens" && member.response_ids) return [...tokenCells(member, advantage, state.colour), member.token_texts ? null : plain(member.response ?? "")];
   if (state.view === "text") return plain(textOf(member));
   const base = members[state.base] ?? members[0];
   if (state.view === "changes") return base === member ? plain(textOf(member)) : textOf(base) === textOf(member) ? el("p", { class: "dim" }, `the same text as ${nameOf(base)}`) : differences(textOf(base), textOf(member));

@@ -5,6 +5,7 @@
 
 import { el, patch } from "../frame/draw.js";
 import { joined, shortNumber, smoothed } from "./curves.js";
+import { ends, paint, wordsOf } from "./heat.js";
 
 const charts = { step: new Set(), time: new Set() };
 const zooms = { step: null, time: null };
@@ -21,7 +22,7 @@ export function zoom(axis, range) {
 export const zoomOf = (axis) => zooms[axis];
 
 export class Chart {
-  // spec: {key, title, unit, stacked, percent}; axis: "step" or "time"; hidden: labels not shown
+  // spec: {key, title, unit, stacked, percent, isHeat}; axis: "step" or "time"; hidden: labels not shown
   constructor(spec, axis, hidden = []) {
     this.spec = spec;
     this.axis = axis;
@@ -31,7 +32,7 @@ export class Chart {
     this.legend = el("div", { class: "legend" });
     this.node = el("figure", { class: "panel chart", "data-chart": spec.key },
       el("figcaption", {}, el("h3", {}, spec.title), el("small", {}, spec.unit), el("span", { class: "tools" },
-        spec.stacked ? null : this.tool("log", "Logarithmic axis", () => { this.isLog = !this.isLog; return this.isLog; }),
+        spec.stacked || spec.isHeat ? null : this.tool("log", "Logarithmic axis", () => { this.isLog = !this.isLog; return this.isLog; }),
         this.tool("⤢", "Larger", () => { this.isTall = !this.isTall; this.node.classList.toggle("wide", this.isTall); return this.isTall; }))),
       this.plot, this.legend);
     this.isSeen = false;
@@ -60,7 +61,7 @@ export class Chart {
   // curves: [{label, x, values, colour, dash, band: [low, high] or null}]; weight: of the smoothing
   show(curves, weight, isRelative) {
     this.curves = curves;
-    this.weight = this.spec.stacked || this.spec.table ? 0 : weight; // evaluations are few
+    this.weight = this.spec.stacked || this.spec.table || this.spec.isHeat ? 0 : weight; // evaluations are few
     this.isRelative = isRelative;
     this.node.hidden = !curves.some(({ values }) => values.some((value) => value !== null && value !== undefined));
     this.isDue = true;
@@ -85,6 +86,7 @@ export class Chart {
   }
 
   columnsOf({ x, values, band }) {
+    if (this.spec.isHeat) return { x, columns: ends(values) };
     const columns = this.weight ? [values, smoothed(values, this.weight)] : [values];
     return { x, columns: [...columns, ...(band ?? [])] };
   }
@@ -99,7 +101,7 @@ export class Chart {
 
   build(shown, rows) {
     this.uplot?.destroy();
-    const { series, bands } = this.spec.stacked ? stackedSeries(shown) : lineSeries(shown, this.weight, rows[0].length > DENSE ? 1 : 1.75);
+    const { series, bands } = this.spec.isHeat ? { series: [NO_LINE, NO_LINE], bands: [] } : this.spec.stacked ? stackedSeries(shown) : lineSeries(shown, this.weight, rows[0].length > DENSE ? 1 : 1.75);
     const grid = { stroke: colourOf("--line"), width: 1 }, ticks = grid, stroke = colourOf("--dim"), font = "12px system-ui, sans-serif";
     const options = {
       ...this.size(), series: [{}, ...series], bands, legend: { show: false }, padding: [8, this.axis === "time" ? 28 : 14, 0, 0],
@@ -116,6 +118,7 @@ export class Chart {
       focus: { alpha: 0.35 },
       hooks: {
         setCursor: [() => this.drawLegend()],
+        drawAxes: [(u) => { if (this.spec.isHeat && this.curves.length) paint(u, this.curves[0], colourOf(this.curves[0].colour)); }],
         setSelect: [(u) => {
           if (u.select.width < 4) return;
           zoom(this.axis, [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
@@ -130,6 +133,7 @@ export class Chart {
   rangeOf(low, high) {
     if (low === null || high === null) return [0, 1];
     if (this.spec.percent) return [0, 1];
+    if (this.spec.isHeat) return [low, high];
     if (this.spec.stacked) return [0, high * 1.05 || 1];
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
     // a curve of shares or counts stands on zero
@@ -159,7 +163,7 @@ export class Chart {
       const row = x === null ? shown.length - 1 : nearest(curve.x, x);
       const swatch = el("span", { class: `swatch ${colour.slice(2)} ${dash ? "dashed" : ""}` });
       return el("button", { type: "button", "data-key": label, class: "entry", "aria-pressed": String(isShown), onclick: () => this.toggle(label) },
-        swatch, el("span", { class: "label" }, label), el("b", {}, this.words(lastValue(shown, row))));
+        swatch, el("span", { class: "label" }, label), el("b", {}, this.spec.isHeat ? wordsOf(lastValue(shown, row), x === null ? null : this.uplot.posToVal(this.uplot.cursor.top, "y")) : this.words(lastValue(shown, row))));
     });
     const where = x === null ? "newest" : this.axis === "time" ? new Date(1000 * x).toLocaleTimeString([], { hour12: false }) : this.isRelative ? `${shortNumber(x)} min` : `step ${x}`;
     patch(this.legend, [el("span", { class: "where" }, where), ...entries]);
@@ -176,6 +180,10 @@ export class Chart {
   }
 
   describe(shown) {
+    if (this.spec.isHeat) {
+      this.plot.setAttribute("aria-label", `${this.spec.title}, ${this.spec.unit}. In the newest step, most are ${wordsOf(lastValue(this.curves[0].values, Infinity))}`);
+      return;
+    }
     const words = shown.filter(({ values }) => values.length).map(({ label, values }) => {
       const known = values.filter((value) => value !== null && value !== undefined);
       if (!known.length) return `${label}: no values`;
@@ -222,6 +230,8 @@ function extent(axis) {
   return [ends.reduce((low, [first]) => Math.min(low, first), Infinity), ends.reduce((high, [, last]) => Math.max(high, last), -Infinity)];
 }
 
+const NO_LINE = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+
 function lineSeries(shown, weight, width) {
   const series = [], bands = [];
   for (const { label, colour, dash, band, points } of shown) {
@@ -230,8 +240,7 @@ function lineSeries(shown, weight, width) {
     if (weight) series.push({ ...look, stroke: faint(stroke, 0.3), width: 1, points: { show: false } });
     series.push(look);
     if (band) {
-      const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
-      const at = series.push(edge, edge);
+      const at = series.push(NO_LINE, NO_LINE);
       bands.push({ series: [at, at - 1], fill: faint(stroke, 0.16) });
     }
   }
@@ -261,7 +270,7 @@ function nearest(x, wanted) {
 }
 
 function lastValue(values, row) {
-  for (let at = row; at >= 0; at--) if (values[at] !== null && values[at] !== undefined) return values[at];
+  for (let at = Math.min(row, values.length - 1); at >= 0; at--) if (values[at] !== null && values[at] !== undefined) return values[at];
   return null;
 }
 

@@ -30,6 +30,8 @@ export const BY_STEP = [
   { key: "entropy", title: "Entropy", unit: "nats per token", lines: [line("policy/entropy", "entropy")] },
   { key: "gradient", title: "Gradient norm", unit: "before clipping", lines: [line("optim/grad_norm", "norm")] },
   { key: "length", title: "Response length", unit: "tokens", lines: [spread("response_len", "mean")] },
+  { key: "rewards", title: "Rewards by step", unit: "of single rollouts", isHeat: true, lines: [line("rewards", "rewards")] },
+  { key: "lengths", title: "Lengths by step", unit: "tokens of single responses", isHeat: true, lines: [line("response_len", "lengths")] },
   { key: "staleness", title: "Staleness", unit: "train steps", lines: [line("staleness/mean", "mean"), line("staleness/max", "max")] },
   { key: "parts", title: "Seconds of a step", unit: "seconds, by part", stacked: true,
     lines: [...PARTS.map((part) => line(`time/${part}_s`, part)), line("", "other", { rest: "time/step_s" })] },

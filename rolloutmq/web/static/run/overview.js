@@ -107,7 +107,7 @@ function redraw() {
 function tableOf(run, spec) {
   const kept = data.runs.get(run);
   if (!kept) return null;
-  const table = spec.table === "evaluations" ? kept.evaluations : detail.get(run) ?? kept.steps;
+  const table = spec.table === "evaluations" ? kept.evaluations : spec.isHeat ? kept.histograms : detail.get(run) ?? kept.steps;
   if (!table?.x?.length) return null;
   return choice.x === "step" ? table : byMinutes(table, kept.steps);
 }
@@ -122,7 +122,7 @@ function byMinutes(table, steps) {
 }
 
 function curvesOf(spec) {
-  const runs = spec.stacked ? choice.runs.slice(0, 1) : choice.runs;
+  const runs = spec.stacked || spec.isHeat ? choice.runs.slice(0, 1) : choice.runs;
   const many = runs.length > 1;
   return runs.flatMap((run) => {
     const table = tableOf(run, spec);
