@@ -296,7 +296,7 @@ class Yard:
         Raise what ended it, unless the test has failed.
         """
         engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
-        self._engines.append(engine)
+        self._engines.append(engine)  # a real one does not count
         await engine.start()
         task = asyncio.create_task(worker.run())
         self._working.add(task)
@@ -311,7 +311,7 @@ class Yard:
             self._working.discard(task)
         worker.stop()
         await task
-        if not self._working:
+        if not self._working and all(isinstance(each, WatchedEngine) for each in self._engines):
             self.check_tokens()
 
     # -- sights --------------------------------------------------------------
