@@ -38,7 +38,7 @@ class CostMeter(Observer):
         self._sampling: dict[tuple[str, int], int] = {}
         self._trained_at = time.monotonic()
 
-    def continue_from(self, steps: Sequence[Mapping[str, float]], ended_ms: int | None) -> None:
+    def continue_from(self, steps: Sequence[Mapping[str, float]], ended_ms: int) -> None:
         """Continue the sums in the metrics of earlier steps; the last one ended at `ended_ms`."""
         known = [metrics for metrics in steps if "cost/total" in metrics]
         if known:
@@ -117,6 +117,7 @@ def observe(run: Run, process: str, config: Config) -> None:
     ranks = config.launch.ranks(has_own_loop=bool(config.trainer.loop))
     meter = CostMeter(run, prices, per_worker, ranks)
     steps = read_steps(config.run.folder)
-    ended_s = steps[-1].ended_s if steps else None
-    meter.continue_from([s.metrics for s in steps], ended_s and int(1000 * ended_s))
+    if steps:
+        ended_s = steps[-1].ended_s or time.time()
+        meter.continue_from([step.metrics for step in steps], int(1000 * ended_s))
     run.observers.append(meter)
