@@ -271,6 +271,19 @@ class GroupAbandoned(RolloutMQError):
     """Nobody wants the group any more: its worker drops it."""
 
 
+class Skip(RolloutMQError):
+    """Raise it where a prompt makes no sense: its group ends, and another draw takes its place.
+
+    A page is gone, an answer cannot be verified: neither a zero nor a failure. Record functions,
+    judges, filters, agent loops, agents, tools and environments may raise it; a service answers
+    {"skip": "reason"}. (XTuner v1's status SKIPPED.)
+    """
+
+    def __init__(self, reason: str = "no reason was given") -> None:
+        text = " ".join(str(reason).split())
+        super().__init__(text.encode(errors="replace").decode()[:LONGEST_REASON])
+
+
 class JudgeInterrupted(RolloutMQError):
     """A pause, or the end of its worker, ended a judge; its rollout is judged later."""
 

@@ -19,7 +19,7 @@ LANES = ("eval", "resume", "fresh")  # priorities of jobs, highest first
 
 POOLS = ("completed", "aborted", "expired")  # statuses that have a pool
 
-ENDS = ("archived", "filtered", "dropped")  # a bit in a bitmap remains, no record
+ENDS = ("archived", "filtered", "dropped", "skipped")  # a bit in a bitmap remains, no record
 
 IMPORTED_FROM = 2**25
 """The first draw of put and imported groups (I3); a bitmap of ended draws up to it takes 4 MiB."""

@@ -10,7 +10,7 @@ from buffer.errors import RunDamaged
 from buffer.ids import split_group_id
 from buffer.wire.group import RolloutGroup
 
-ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
+ReleaseKind = Literal["handback", "aborted", "expired", "skipped", "failed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,10 @@ class TaskSettings(BaseModel):
     """consecutive groups that is_valid_sample_fn filtered after which the task is stopped in the
     same way; default: no limit, since a hard task may filter for long
     """
+    max_skipped_share: float = Field(0.5, ge=0, le=1, allow_inf_nan=False)
+    """share of the newest 64 groups of the task that may be skipped (`rolloutmq.Skip`); beyond it,
+    the task is stopped in the same way. 1: no limit
+    """
 
 
 class LiveLimits(TaskSettings):
@@ -264,6 +268,10 @@ class RunLimits(LiveLimits):
         share = 1.0 if is_eval else weights[task] / sum(weights.values())
         batch = max(LEAST_FAILURES, ceil(self.batch_size * share))
         return 3 * batch, batch
+
+    def most_skipped(self, task: str) -> int:
+        """Return how many of the newest 64 groups of a task may be skipped."""
+        return int(64 * self.setting(task, "max_skipped_share"))
 
     def adopt(self, newer: RunLimits) -> None:
         """Take over the values of `newer` in place."""

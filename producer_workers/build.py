@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from buffer.errors import ConfigError
 from buffer.imports import load_function
@@ -19,7 +20,9 @@ from producer_workers.agent_loops.tokenizer import (
 )
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
+from producer_workers.config.engine import HttpConfig
 from producer_workers.config.producing import ProducingConfig
+from producer_workers.config.sandbox import is_url
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import (
     NO_JUDGE,
@@ -54,6 +57,9 @@ from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import continue_call, strategies_of
 from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from producer_workers.engines.http.engine import HttpEngine
 
 
 def problems_dir(config: ProducingConfig, task: str) -> Path:
@@ -138,6 +144,8 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     if any(is_changed):
         section = section.recording_masks()
     engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
+    if isinstance(section, HttpConfig) and section.limit:
+        cast("HttpEngine", engine).turns = section.limit.turns(run, "engine", section.url)
     if isinstance(engine, ShowsImages):
         engine.images.read_from(image_folder(config))
     return await started(engine, config.worker.start_timeout_s)
@@ -291,12 +299,15 @@ def _make_judge(
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
         return None
+
+    def watched(judge: Judge, spec: str) -> Judge:
+        if limit := task.judging.limit:
+            judge = judge.under(limit.turns(run, name, spec if is_url(spec) else name))
+        return judges.watch(judge, task.judging.grace_s)
+
     if not task.judging.is_elsewhere:
         return make_judge(
-            task.judge,
-            lambda judge: judges.watch(
-                load_worker_judge(judge, task.judging), task.judging.grace_s
-            ),
+            task.judge, lambda spec: watched(load_worker_judge(spec, task.judging), spec)
         )
     from producer_workers.judges.rq_judge import RqJudge
     from producer_workers.judges.rq_worker import judge_url
@@ -310,6 +321,6 @@ def _make_judge(
         if not isinstance(asked, HttpJudge):
             sees_group = asked.sees_group
             asked = RqJudge(judge, store, config.run.name, task.judging, sees_group=sees_group)
-        return judges.watch(asked, task.judging.grace_s)
+        return watched(asked, judge)
 
     return make_judge(task.judge, ask)

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +22,7 @@ import orjson
 from buffer.errors import AnswerTooLong, JudgeError, NoAnswer, ServiceAway, WireError
 from buffer.redis.retry import Backoff
 from buffer.wire.foreign_json import read_json
+from producer_workers.call_turns import Turns
 
 if TYPE_CHECKING:
     import aiohttp
@@ -36,12 +42,16 @@ def is_loopback(host: str) -> bool:
 
 
 class Answer(NamedTuple):
-    """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`."""
+    """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`.
+
+    `retry_after_s`: for how long a server that refuses asks to wait; None: it does not say.
+    """
 
     status: int
     body: bytes
     is_whole: bool
     location: str
+    retry_after_s: float | None = None
 
     @property
     def problem(self) -> str:
@@ -91,19 +101,40 @@ async def ask(
     except (aiohttp.ClientError, ConnectionError) as error:
         raise NoAnswer(f"{type(error).__name__}: {error}") from error
     location = answer.headers.get("Location", "")
-    return Answer(answer.status, bytes(body[:most]), len(body) <= most, location)
+    pause_s = retry_after_s(answer.headers)
+    return Answer(answer.status, bytes(body[:most]), len(body) <= most, location, pause_s)
 
 
-AWAY = frozenset({429, 502, 503, 504})  # a server that is away, or has no room
+LONGEST_REFUSAL_S = 3600.0
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); None: none."""
+    said = headers.get("Retry-After", "").strip()
+    try:
+        at = float(said) if said[:1].isdigit() else _seconds_until(said)
+    except (TypeError, ValueError):
+        return None
+    return min(max(at, 0.0), LONGEST_REFUSAL_S)
+
+
+def _seconds_until(date: str) -> float:
+    return parsedate_to_datetime(date).timestamp() - time.time()
+
+
+TOO_MANY = 429
+AWAY = frozenset({TOO_MANY, 502, 503, 504})  # a server that is away, or has no room
 RETRIED = AWAY | {408, 425, 500}
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
+_USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,9})')  # of an answer of the OpenAI API
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """A service that answers JSON with JSON. `what`: its name in errors.
 
-    It is asked again without an answer, and after 408, 425, 429 and 5xx.
+    It is asked again without an answer, and after 408, 425, 429 and 5xx. `headers`: may have a key.
+    Under a limit, each question waits for one of the `turns`, and a refusal by 429 is no failure.
     """
 
     what: str
@@ -111,26 +142,47 @@ class Service:
     timeout_s: float
     retries: int
     hint: str  # what to do where it does not answer
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    turns: Turns | None = None
 
-    async def ask(self, question: object) -> Any:
-        """Return the answer to `question`. Raises JudgeError after the last try."""
-        import aiohttp
+    async def ask(self, question: object, tokens: int = 0) -> Any:
+        """Return the answer to `question`, which uses at most `tokens`.
 
-        body = orjson.dumps(question)
-        for attempt in range(self.retries + 1):
-            tries_left = self.retries - attempt
+        Raises JudgeError after the last try.
+        """
+        body, failed = orjson.dumps(question), 0
+        while True:
             try:
-                async with aiohttp.ClientSession() as client:
-                    answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
+                answer = await self._ask_once(body, tokens)
+                if answer.status == TOO_MANY and self.turns:
+                    log.info("%s refuses a call, because of a limit of its own", self.what)
+                    continue  # its turn comes when everybody may ask again
                 if answer.status in RETRIED:
                     raise NoAnswer(f"status {answer.status}")
                 break
             except NoAnswer as error:
-                if not tries_left:
+                failed += 1
+                if failed > self.retries:
                     raise JudgeError(f"{self.what}: {error}", hint=self.hint) from error
-                log.warning("%s: %s; %d retries left", self.what, error, tries_left)
+                left = self.retries - failed + 1
+                log.warning("%s: %s; %d retries left", self.what, error, left)
             # At random, so that the rollouts of a group do not ask at the same moment again.
-            await asyncio.sleep(BACKOFF.pause_s(attempt))
+            await asyncio.sleep(BACKOFF.pause_s(failed - 1))
+        return self._read(answer)
+
+    async def _ask_once(self, body: bytes, tokens: int) -> Answer:
+        import aiohttp
+
+        limited = self.turns.turn(tokens) if self.turns else nullcontext()
+        async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
+            answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
+            if turn and answer.status == TOO_MANY:
+                turn.refused(answer.retry_after_s)
+            elif turn and tokens and (used := _USAGE.search(answer.body)):
+                turn.used(int(used[1]))
+            return answer
+
+    def _read(self, answer: Answer) -> Any:
         if not answer.is_whole:
             raise AnswerTooLong(f"{self.what} {answer.problem}")
         if answer.problem:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from buffer.control.control import Mode as Mode
     from buffer.errors import ConfigError as ConfigError
     from buffer.errors import RolloutMQError as RolloutMQError
+    from buffer.errors import Skip as Skip
     from buffer.groups.replay_buffer import ReplayBuffer as ReplayBuffer
     from buffer.ledger.position import Position as Position
     from buffer.limits import RunLimits as RunLimits
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "buffer.config.section": "Section",
     "buffer.control.control": "Mode",
-    "buffer.errors": "ConfigError RolloutMQError",
+    "buffer.errors": "ConfigError RolloutMQError Skip",
     "buffer.ledger.position": "Position",
     "buffer.limits": "RunLimits TaskLimits",
     "buffer.manifest": "Manifest NotReady",

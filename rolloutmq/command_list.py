@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from buffer.config.removed import COMMANDS as REMOVED
@@ -20,22 +20,29 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 # section of `--help` -> name -> (module in rolloutmq, first sentence of the function's docstring)
 SECTIONS = {
-    "Run": {
+    "Start here": {
+        "init": ("init.command",
+            "Write the folder of a new project: a config, problems, a judge, a test and a "
+            "README."),
         "check": ("check.command", "Find the mistakes of a config before a GPU is used."),
+        "run": ("launch.commands", "Start a whole run on this machine, or continue it."),
+        "status": ("cli.status", "Show the state of a run: groups, weights, workers, staleness."),
+        "web": ("cli.serve", "Show a run in a browser, until Ctrl-C."),
+        "show": ("cli.show", "Show one group: its stage, texts, rewards and versions."),
+        "doctor": ("cli.fsck", "Check the server, and report what each run waits for."),
+        "report": ("cli.runs", "Write a run's folder as one HTML file, to send or to keep."),
+        "stop": ("launch.commands",
+            "Stop a run that `rolloutmq run` started, and wait for its end."),
+    },
+    "Run": {
         "create": ("launch.commands", "Make the run of a config on its server, and start nothing."),
         "eval": ("launch.commands",
             "Evaluate a checkpoint or a model on the held-out tasks of a config."),
         "gateway": ("cli.processes",
             "Serve live sessions to programs that users start themselves."),
-        "init": ("init.command",
-            "Write the folder of a new project: a config, problems, a judge, a test and a "
-            "README."),
         "judge": ("cli.processes", "Judge rollouts of tasks whose judging is of kind rq."),
         "producer": ("cli.processes", "Start the producer."),
-        "run": ("launch.commands", "Start a whole run on this machine, or continue it."),
         "simulate": ("cli.simulate", "Simulate a fleet and a trainer with your numbers."),
-        "stop": ("launch.commands",
-            "Stop a run that `rolloutmq run` started, and wait for its end."),
         "train": ("launch.commands", "Start the trainer of a run, or one rank of it."),
         "worker": ("cli.processes", "Start one rollout worker."),
     },
@@ -49,13 +56,9 @@ SECTIONS = {
         "ls": ("cli.groups", "List the groups of a run that match a query."),
         "metrics": ("cli.serve", "Show runs in the format of Prometheus."),
         "rejudge": ("cli.show", "Run the judge of a group's task again on its responses."),
-        "report": ("cli.runs", "Write a run's folder as one HTML file, to send or to keep."),
         "runs": ("cli.runs",
             "List the runs of a server and the run folders under ./runs, or delete a run of "
             "a server."),
-        "show": ("cli.show", "Show one group: its stage, texts, rewards and versions."),
-        "status": ("cli.status", "Show the state of a run: groups, weights, workers, staleness."),
-        "web": ("cli.serve", "Show a run in a browser, until Ctrl-C."),
         "workers": ("cli.status",
             "List the workers of a run; of one that is over, those that have left."),
     },
@@ -71,6 +74,8 @@ SECTIONS = {
     },
     "Data": {
         "export": ("cli.data", "Write groups to a file, one line per rollout."),
+        "replay": ("extensions.records.commands",
+            "Train archived batches of a run again, without workers."),
         "export-model": ("launch.commands",
             "Write the model of a checkpoint as a Hugging Face folder."),
         "import": ("cli.data", "Put completed groups from a file into the pools of a run."),
@@ -81,7 +86,6 @@ SECTIONS = {
     },
     "Administration": {
         "acl": ("cli.server", "Print users for the server's ACL file, one per role."),
-        "doctor": ("cli.fsck", "Check the server, and report what each run waits for."),
         "fsck": ("cli.fsck", "Check that nothing is lost and nothing was trained twice."),
         "gpu-check": ("launch.commands", "Check the pipeline on one CUDA GPU."),
         "janitor": ("cli.server", "Revoke expired leases, expire old groups, free unused data."),
@@ -119,6 +123,10 @@ class LazyGroup(TyperGroup):
             if instead := REMOVED.get(name):
                 ctx.fail(f"{name} was removed: {instead}")
         return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        TyperCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]  # no commands
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, commands in SECTIONS.items():

@@ -168,6 +168,8 @@ def _raise_if_incomplete(run: Run) -> None:
         raise RehearsalError(
             f"{letter.gid}: {letter.reason}", hint="the agent loop or the judge failed this group"
         )
+    for skipped in run.skips.newest():
+        raise RehearsalError(f"{skipped.gid} was skipped: {skipped.reason}")
     stop = run.task_stops.of(TASK)
     if stop.is_stopped:
         raise RehearsalError(f"a problem cannot be used: {stop.reason}")

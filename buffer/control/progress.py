@@ -53,6 +53,7 @@ class TaskProgress:
     failed: int = 0  # tries that ended in an error or a lost lease
     filtered: int = 0
     dropped: int = 0
+    skipped: int = 0
     expirations: int = 0
     ended_early: int = 0  # groups, running or waiting, that could serve no train step any more
     discarded_tokens: int = 0  # tokens that these groups had

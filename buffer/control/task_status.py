@@ -55,7 +55,8 @@ class TaskStop:
         if self.kind == "broken":
             return f"fix the cause, then {resume}"
         return (
-            "`rolloutmq logs --level warning` and `rolloutmq dead` show why; fix the cause, "
+            "`rolloutmq logs --level warning`, `rolloutmq dead` and `rolloutmq ls --stage skipped` "
+            "show why; fix the cause, "
             f"restart the workers if an agent loop or an inline judge was changed, then {resume}"
         )
 

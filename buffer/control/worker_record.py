@@ -150,6 +150,10 @@ class HeartbeatNumbers:
     )  # fmt: skip
     judging_ms: int = 0  # the time that all answers of judges took together
     judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
+    quota_waits: int = _reported(
+        0, "waits", "Calls that wait for a quota.", metric="worker_calls_waiting",
+    )  # fmt: skip
+    quota: str = ""  # the limit for which most of them wait, with + for spaces
     replaced: int = _reported(  # processes
         0, "replaced", "Users' code that hung.", metric="worker_processes_replaced",
         is_counter=True,

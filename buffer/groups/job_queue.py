@@ -10,11 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import orjson
 
 from buffer.failure_text import cause_of, cut_text, headline
 from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
+from buffer.groups.skips import skip_letter
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind, SampledTokens
 from buffer.limits import RunLimits
@@ -103,12 +106,14 @@ class JobQueue:
         cursor: int,
         samples: Sequence[int],
         target: int | None,
+        letters: Mapping[int, str] = MappingProxyType({}),
     ) -> Enqueued:
         """Enqueue draws from the cursor on, as far as there is room, and move the cursor with them.
 
         `samples`: rollouts of each draw, 0 for an unusable draw; their INIT payloads must be
-        stored. `operation` is the same for a repeated call. Raises Fenced when another producer was
-        opened, PayloadMissing for a draw without a prompt.
+        stored. `letters`: `skip_letter` by skipped draw. `operation` is the same for a repeated
+        call. Raises Fenced when another producer was opened, PayloadMissing for a draw without a
+        prompt.
         """
         began_ns = time.time_ns()
         keys = self._keys
@@ -128,9 +133,10 @@ class JobQueue:
                 "threshold": limits.threshold(task),
                 "byte_limit": limits.low_bytes if lane == "fresh" else limits.high_bytes,
                 "max_in_flight": limits.setting(task, "max_in_flight"),
+                "most_skipped": limits.most_skipped(task),
             },
             payloads,
-            samples,
+            [{"samples": n, "letter": letters.get(d, "")} for d, n in enumerate(samples, cursor)],
         )
         done = Enqueued.parse(unfenced(reply, "producer"), cursor)
         passed = zip(range(cursor, done.cursor), samples, strict=False)
@@ -230,16 +236,19 @@ class JobQueue:
         kind: ReleaseKind,
         reason: str = "",
         ended: EndedEarly | None = None,
+        record: Mapping[str, Any] | None = None,
         sampled: SampledTokens | None = None,
     ) -> str:
         """Release a group without a result; return its stage. Raises Fenced for a lost lease.
 
-        `reason`: text of a failure (`buffer.failure_text`).
+        `reason`: text of a failure (`buffer.failure_text`). `record`: `extra` of a skipped group.
         """
         began_ns = time.time_ns()
         task = job.task
         text = cut_text(reason)
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
+        if kind == "skipped":
+            letter = skip_letter(job.gid, text, record or {}, worker)
         patience, first = self._limits.failures_in_row(task)
         reply = self._store.call(
             "release",
@@ -265,6 +274,7 @@ class JobQueue:
                 "first": first,
                 "sampled": sampled.text() if sampled else None,
                 "made_by": ages({"oldest": ended.oldest}) if ended else "",
+                "most_skipped": self._limits.most_skipped(task),
             },
         )
         match reply:
@@ -285,14 +295,13 @@ class JobQueue:
         its tokens. `operation` is the same for a repeated call. Raises GroupHeld when the group
         runs, is in a batch, has ended, or never was.
         """
-        task, draw = split_group_id(gid)
+        task, _ = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
         reply = self._store.call(
             "requeue",
             self._keys.slots(gid=gid, task=task),
             {
                 "gid": gid,
-                "draw": draw,
                 "operation": operation or new_nonce(),
                 "task": task,
                 "lane": lane,

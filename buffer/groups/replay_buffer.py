@@ -158,7 +158,6 @@ class ReplayBuffer:
             keys.slots(gid=gid, task=task),
             {
                 "gid": gid,
-                "draw": split_group_id(gid)[1],
                 "replaces": replaces,
                 "token": ref.token,
                 **arguments_of(group, ref, self._limits),

@@ -27,7 +27,7 @@ from buffer.redis.store import RunContext
 
 STAGES = (
     *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
-    *("filtered", "dropped"),
+    *("filtered", "dropped", "skipped"),
 )
 """Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
@@ -49,6 +49,7 @@ class TaskAccount:
     dead: int
     filtered: int
     dropped: int
+    skipped: int
     enqueued: int
     put: int
     imported: int
@@ -60,6 +61,7 @@ class TaskAccount:
     archived_bits: int
     filtered_bits: int
     dropped_bits: int
+    skipped_bits: int
 
     @property
     def stages(self) -> dict[str, int]:

@@ -13,10 +13,11 @@ from buffer.errors import LedgerError
 from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.ledger.position import Bools, DrawSet, Position
 from buffer.redis.bounds import GROUPS_PER_CALL
+from buffer.redis.key_fields import read_counts
 from buffer.redis.scripts import unfenced
 from buffer.redis.store import RunContext
 
-Ending = tuple[int, str]  # a draw, and its end: archived, dropped, or again
+Ending = tuple[int, str]  # a draw, and its end: archived, dropped, skipped, or again
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class _Draws:
     added_by_hand: int
     archived: Bools
     imported: Bools
+    skipped: Bools
 
 
 class EndedDraws:
@@ -41,13 +43,19 @@ class EndedDraws:
         self.changed = self.lost = 0
 
     def end(self, position: Position, living: Collection[str]) -> None:
-        """Archive every trained draw that is not in a batch (`living`), from every stage."""
+        """Archive every trained draw that is not in a batch (`living`), from every stage.
+
+        Those that were skipped end as skipped.
+        """
         for task in self._limits.training_tasks:
             known = self._known(task)
             in_batches = numbers_of(task, living)
             drawn = _of(position.trained.tasks, task)
+            skipped = _of(position.skipped, task)
             imported = _of(position.trained.imported, task).to_bools()
             ends = [(draw, "archived") for draw in _missing(drawn.to_bools(), known.archived)]
+            ends += [(draw, "skipped") for draw in _missing(skipped.to_bools(), known.skipped)]
+            ends.sort()
             # an imported group that was lost cannot be restored, and its number is not used again
             last = int(imported.nonzero()[0].max(initial=-1))
             forgotten = range(known.added_by_hand, last + 1)
@@ -55,7 +63,8 @@ class EndedDraws:
                 ends.append((IMPORTED_FROM + number, "archived" if imported[number] else "dropped"))
             ends = [(draw, end) for draw, end in ends if draw not in in_batches]
             seen = position.cursors.get(task, 0)
-            lost = sum(draw not in drawn for draw in range(known.drawn, seen))
+            ended = (drawn, skipped)
+            lost = sum(all(draw not in each for each in ended) for draw in range(known.drawn, seen))
             self._assert(task, ends, seen, lost)
 
     def revive(self, position: Position) -> None:
@@ -77,20 +86,20 @@ class EndedDraws:
 
     def _known(self, task: str) -> _Draws:
         progress = self._keys.progress(task)
-        archived = self._keys.ended(task, "archived")
-        counts, drawn, imported = self._store.send(
+        archived, skipped = (self._keys.ended(task, end) for end in ("archived", "skipped"))
+        counts, drawn, imported, left_out = self._store.send(
             "draws",
             [
                 ("HMGET", progress, "cursor", "highest_draw", "lost_to", "put", "imported"),
                 # one bitmap: imported groups are numbered from IMPORTED_FROM on
                 ("GETRANGE", archived, 0, IMPORTED_FROM // 8 - 1),
                 ("GETRANGE", archived, IMPORTED_FROM // 8, -1),
+                ("GETRANGE", skipped, 0, IMPORTED_FROM // 8 - 1),
             ],
         )
         cursor, highest_draw, lost_to, put, added = (int(count or 0) for count in counts)
-        return _Draws(
-            max(cursor, highest_draw, lost_to), put + added, _bools(drawn), _bools(imported)
-        )
+        bitmaps = map(_bools, (drawn, imported, left_out))
+        return _Draws(max(cursor, highest_draw, lost_to), put + added, *bitmaps)
 
     def _assert(self, task: str, ends: Sequence[Ending], seen: int, lost: int) -> None:
         rest = iter(ends)
@@ -114,6 +123,22 @@ class EndedDraws:
             self.lost += lost
             part = list(islice(rest, GROUPS_PER_CALL))
             lost = 0
+
+
+def note_draws(context: RunContext, position: Position) -> None:
+    """Record in a position, before its checkpoint is written, what else a server could lose.
+
+    That is how far the data sets were drawn, and which draws were skipped.
+    """
+    store, keys, limits, _ = context
+    tasks = limits.training_tasks
+    last = IMPORTED_FROM // 8 - 1
+    reads = [("GETRANGE", keys.ended(task, "skipped"), 0, last) for task in tasks]
+    cursors, *bitmaps = store.send("draws", [("HMGET", keys.cursors, *limits.tasks), *reads])
+    names = list(limits.tasks)
+    position.cursors = dict(zip(names, read_counts(keys.cursors, names, cursors), strict=True))
+    found = zip(tasks, bitmaps, strict=True)
+    position.skipped = {task: DrawSet(bits=bytearray(bits)) for task, bits in found if bits}
 
 
 def expect_ok(script: str, reply: list[Any]) -> None:

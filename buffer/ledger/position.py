@@ -123,6 +123,7 @@ class Position(BaseModel):
     cursors: dict[str, int] = {}  # next draws when the checkpoint was written
     batches: dict[int, list[str]] = {}  # as lines, of the steps after the oldest kept checkpoint
     trained: TrainedDraws = TrainedDraws()
+    skipped: dict[str, DrawSet] = {}  # when the checkpoint was written, by task
 
     def add(self, manifest: Manifest) -> None:
         """Record that a batch was trained. Raises AccountError as `add_batch`."""

@@ -1,6 +1,6 @@
 #!lua flags=no-writes
 -- check: read the records of some groups, and find each group in every structure, at one instant. Exactly one stage is right; none or two is a fault.
--- KEYS leases ZSET, leased_by prefix, dead ZSET, archived STRING, filtered STRING, dropped STRING
+-- KEYS leases ZSET, leased_by prefix, dead ZSET, ends prefix
 -- KEYS completed ZSET, aborted ZSET, expired ZSET, manifests prefix, groups prefix, jobs_eval STREAM
 -- KEYS jobs_resume STREAM, jobs_fresh STREAM
 -- ARGV task   name
@@ -8,13 +8,12 @@
 -- ARGV draw   0..69_999_999 x1..128
 -- replies OK, then a text for each draw: its stages with spaces between, and the values of the fields. NUL precedes
 --       each value; one that is missing is \1. Stages: waiting | running | taken | dead | archived | filtered | dropped |
---       completed:SCORE | aborted:SCORE | expired:SCORE
+--       skipped | completed:SCORE | aborted:SCORE | expired:SCORE
 -- keeps I1
 
 local names = {}
 for name in string.gmatch(fields, '%S+') do names[#names + 1] = name end
 local pools = {completed = completed, aborted = aborted, expired = expired}
-local ends = {archived = archived, filtered = filtered, dropped = dropped}
 
 local function stages_of(gid, n, record)
   local found, entry, owner, arrival, batch = {}, record.entry, record.owner, record.arrival, record.batch
@@ -41,8 +40,8 @@ local function stages_of(gid, n, record)
     if redis.call('LPOS', manifests .. batch, line) then found[#found + 1] = 'taken' end
   end
   if redis.call('ZSCORE', dead, gid) then found[#found + 1] = 'dead' end
-  for _, stage in ipairs({'archived', 'filtered', 'dropped'}) do
-    if redis.call('GETBIT', ends[stage], n) == 1 then found[#found + 1] = stage end
+  for _, stage in ipairs(ENDS) do
+    if redis.call('GETBIT', ends .. task .. ':' .. stage, n) == 1 then found[#found + 1] = stage end
   end
   return found
 end

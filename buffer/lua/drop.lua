@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
 -- KEYS groups prefix, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, leases ZSET
--- KEYS leased_by prefix, dead ZSET, dead_letters prefix, archived STRING, filtered STRING, dropped STRING
+-- KEYS leased_by prefix, dead ZSET, dead_letters prefix, ends prefix, dropped STRING
 -- KEYS garbage SET, bell_producer LIST, events STREAM, bytes HASH, age_index ZSET, worker_tokens HASH*
 -- ARGV gid    gid
 -- ARGV draw   0..69_999_999
@@ -13,7 +13,7 @@
 local held = held_fields(groups .. gid)
 if not held then
   if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
-  return answer_without_record({archived = archived, filtered = filtered, dropped = dropped}, draw)
+  return answer_without_record(ends, gid)
 end
 local runs = held.stage == 'running'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end

@@ -10,18 +10,15 @@
 -- ARGV first 0..    draw of the first imported group of every task
 -- ARGV seen  0..    cursor of the checkpoint
 -- ARGV lost  0..    draws before it that the server forgot and that must be drawn again; counted once
--- ARGV draw, stage  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
+-- ARGV draw, stage  0..67_108_863, archived|dropped|skipped|again x0..128  by rising draw; again = drawn again, if archived
 -- replies OK changed | FENCED | TAKEN gid (dissolve its batch first) | DRAW next (an imported draw would leave a hole)
 -- keeps I1 (`enqueued` counts all draws; those beyond the cursor are `reentered` of it), I2, I6, I7, I12, I13
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local keys = task_keys({groups = groups, queues = queues, pools = pools, accounts = accounts, ages = ages,
   leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}, task)
-local account, bitmaps = keys.progress, {}
-for _, stage in ipairs({'archived', 'filtered', 'dropped'}) do
-  bitmaps[stage] = ends .. task .. ':' .. stage
-  redis.call('STRLEN', bitmaps[stage])
-end
+local account, bitmaps = keys.progress, ends .. task .. ':'
+for _, stage in ipairs(ENDS) do redis.call('STRLEN', bitmaps .. stage) end
 local counts = redis.call('HMGET', account, 'put', 'imported', 'reentered', 'highest_draw', 'lost_to')
 local next_added, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, task)
 local reentered, highest_draw = num(counts[3]), math.max(cursor, num(counts[4]))
@@ -45,7 +42,7 @@ for _, one in ipairs(draws) do
   local draw, stage, held, now = one.draw, one.stage, one.held, one.now
   if stage == 'again' then
     if now == 'archived' then
-      redis.call('SETBIT', bitmaps.archived, draw, 0)
+      redis.call('SETBIT', bitmaps .. 'archived', draw, 0)
       count('archived', -1)
       count('enqueued', -1)
       redis.call('SREM', garbage, one.gid .. ' init 1')
@@ -63,7 +60,7 @@ for _, one in ipairs(draws) do
       remove_from_stage(keys, one.gid, held)
       end_group(groups, garbage, bytes, one.gid, held)
     elseif now then
-      redis.call('SETBIT', bitmaps[now], draw, 0)
+      redis.call('SETBIT', bitmaps .. now, draw, 0)
       count(now, -1)
     elseif draw >= first then
       count('imported', 1)
@@ -71,7 +68,7 @@ for _, one in ipairs(draws) do
       count('enqueued', 1)
       reentered, highest_draw = reentered + 1, math.max(highest_draw, draw + 1)
     end
-    redis.call('SETBIT', bitmaps[stage], draw, 1)
+    redis.call('SETBIT', bitmaps .. stage, draw, 1)
     count(stage, 1)
     changed = changed + 1
   end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- pass_over: after a loss, move the cursor past draws that are already running or have ended. One bounded slice.
--- KEYS control HASH, progress HASH, groups prefix, archived STRING, filtered STRING, dropped STRING
+-- KEYS control HASH, progress HASH, groups prefix, ends prefix
 -- KEYS cursors HASH
 -- ARGV nonce token   of the producer
 -- ARGV task  name
@@ -13,7 +13,7 @@ local cursor, reentered = next_draw(cursors, task), num(redis.call('HGET', progr
 local stop = cursor + math.min(limit, reentered)
 local draw = cursor
 while draw < stop do
-  local ended = ended_stage({archived = archived, filtered = filtered, dropped = dropped}, draw)
+  local ended = ended_stage(ends .. task .. ':', draw)
   if not ended and redis.call('EXISTS', groups .. string.format('%s-%010d', task, draw)) == 0 then break end
   draw = draw + 1
 end

@@ -2,15 +2,16 @@
 -- release: take a group back from its worker, without a result.
 -- KEYS leases ZSET, leased HASH, groups prefix, progress HASH, queues prefix, aborted ZSET, lineages LIST
 -- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, expired ZSET
--- KEYS age_index ZSET, ledger HASH, dropped STRING, garbage SET, bytes HASH, workers ZSET, bell_trainer LIST
--- KEYS worker_tokens HASH
+-- KEYS age_index ZSET, ledger HASH, dropped STRING, skipped STRING, skips LIST, garbage SET, bytes HASH
+-- KEYS workers ZSET, bell_trainer LIST, worker_tokens HASH
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
--- ARGV kind      handback|aborted|expired|failed|lost  waits again | to the pool of aborted groups | the same, unless it
---                                            is too old for the next train step: then its tokens are discarded | a try
---                                            is used up | the same, but perhaps not by the group's fault
+-- ARGV kind      handback|aborted|expired|skipped|failed|lost  waits again | to the pool of aborted groups | the same,
+--                                            unless it is too old for the next train step: then its tokens are
+--                                            discarded | ends, since its prompt makes no sense | a try is used up | the
+--                                            same, but perhaps not by the group's fault
 -- ARGV max_tries 1..1_000_000
--- ARGV reason    text..16384                   JSON, kept as the dead letter
+-- ARGV reason    text..16384                   JSON, kept as the letter of a dead or skipped group
 -- ARGV token_lead ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV tail_batch_max_tries ''|1..                        interruptions after which a group without tokens waits for the tail batch,
 --                                            in the pool of expired groups; '' = none does
@@ -27,15 +28,18 @@
 -- ARGV first     ''|1..                        the same while no try of the task has succeeded
 -- ARGV sampled   ''|sampled                   made tokens: see shared/tokens.lua
 -- ARGV made_by   ''|ages                       of an expired group, as in submit; '' = as its record says
+-- ARGV most_skipped 0..64                    of the newest 64 groups of the task; beyond it, it is stopped
 -- replies OK place | FENCED
 -- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
 local record = groups .. gid
-local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last', 'last_lineage', 'counted')
+local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last',
+  'last_lineage', 'chunks', 'size', 'prompt', 'counted')
 if held.released == token then return {'OK', held.stage} end
-if not held.stage and kind == 'expired' then
-  local draw = tonumber(string.match(gid, '%-(%d+)$'))
-  if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
+local draw = tonumber(string.match(gid, '%d+$'))
+if not held.stage then
+  if kind == 'expired' and redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
+  if kind == 'skipped' and redis.call('GETBIT', skipped, draw) == 1 then return {'OK', 'skipped'} end
 end
 if held.token ~= token or held.stage ~= 'running' then return {'FENCED'} end
 local lane = lane_again(held.lane)
@@ -63,6 +67,13 @@ if not is_clean then
   end
   place = retry_or_dead_letter({groups = groups, jobs = jobs, lane = lane, dead = dead,
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
+elseif kind == 'skipped' then
+  place = 'skipped'
+  redis.call('ZREM', age_index, gid)
+  end_tokens(progress, 'skipped', record)
+  end_group(groups, garbage, bytes, gid, held)
+  skip_draw({skipped = skipped, skips = skips, progress = progress, bell_trainer = bell_trainer, events = events}, task,
+    draw, reason, most_skipped)
 elseif kind == 'handback' then
   to_waiting(jobs, record, gid, lane, held.payload)
   keep_age(age_index, gid, held.payload, version)
@@ -88,8 +99,9 @@ else
   end
 end
 local new, _, _, total, closed = claimed_tokens(sampled, has_turns_of(token, held.payload) and held.counted)
-local row = place == 'dropped' and place or is_expiring and 'expired' or is_clean and 'resampled' or place == 'dead' and place
-add_tokens(progress, row or 'failed', new)
+local row = (kind == 'failed' or kind == 'lost') and 'failed' or is_expiring and 'expired' or 'resampled'
+local is_end = place == 'dropped' or place == 'dead' or place == 'skipped'
+add_tokens(progress, is_end and place or row, new)
 if sampled then hear(worker_tokens, progress, task, total, closed, new) end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
 log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind == 'expired' and 'aborted' or kind, 'place', place)

@@ -2,10 +2,9 @@
 -- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
 -- It starts from its prompt, since its tokens may be the cause of its failure. An aborted group keeps its tokens.
 -- KEYS record HASH, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, dead ZSET
--- KEYS dead_letters prefix, archived STRING, filtered STRING, dropped STRING, garbage SET, bell_workers LIST
+-- KEYS dead_letters prefix, ends prefix, garbage SET, bell_workers LIST
 -- KEYS events STREAM, bytes HASH, age_index ZSET
 -- ARGV gid       gid
--- ARGV draw      0..69_999_999
 -- ARGV operation token          nonce of this call
 -- ARGV task      name
 -- ARGV lane      resume|eval    in which it waits
@@ -15,7 +14,7 @@
 local held = fields_of(record, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued', 'size',
   'prompt', 'version')
 if not held.stage then
-  return answer_without_record({archived = archived, filtered = filtered, dropped = dropped}, draw)
+  return answer_without_record(ends, gid)
 end
 if held.stage == 'waiting' or held.requeued == operation then return {'OK', held.stage} end
 if held.stage == 'running' then return {'RUNNING', held.owner} end

@@ -1,11 +1,10 @@
 #!lua
 -- update: replace the bytes of a group in a pool with others, stored under a token of their own, and update its record.
 -- It keeps its arrival.
--- KEYS record HASH, completed ZSET, aborted ZSET, expired ZSET, archived STRING, filtered STRING
--- KEYS dropped STRING, lineages LIST, garbage SET, bell_trainer LIST, events STREAM, bytes HASH
+-- KEYS record HASH, completed ZSET, aborted ZSET, expired ZSET, ends prefix
+-- KEYS lineages LIST, garbage SET, bell_trainer LIST, events STREAM, bytes HASH
 -- KEYS payloads  STRING* x1..1024  the chunks, in order
 -- ARGV gid      gid
--- ARGV draw     0..69_999_999
 -- ARGV replaces token                     of the bytes that the caller has read
 -- ARGV token    token                     of the new bytes
 -- ARGV status   completed|aborted
@@ -22,7 +21,7 @@
 
 local held = fields_of(record, 'stage', 'status', 'payload', 'chunks', 'arrival', 'size')
 if not held.stage then
-  return answer_without_record({archived = archived, filtered = filtered, dropped = dropped}, draw)
+  return answer_without_record(ends, gid)
 end
 if held.payload == token then return {'OK'} end
 if held.stage ~= 'pool' then return {'NOT_POOLED', held.stage} end

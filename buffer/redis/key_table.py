@@ -38,6 +38,7 @@ Writer = Literal["producer", "worker"]
 
 _ALL: tuple[Writer, ...] = ("producer", "worker")
 _TIDY: tuple[Writer, ...] = ("producer",)
+_WORKER: tuple[Writer, ...] = ("worker",)
 _NONE: tuple[Writer, ...] = ()
 
 
@@ -58,7 +59,7 @@ class KeyRow(NamedTuple):
     optional: Forms = _NO_FIELDS
 
 
-_END = "bitmap: bit n = draw n is archived / filtered / dropped"
+_END = "bitmap: bit n = draw n is archived / filtered / dropped / skipped"
 
 TABLE: Mapping[str, KeyRow] = {
     # the run
@@ -158,13 +159,14 @@ TABLE: Mapping[str, KeyRow] = {
             **dict.fromkeys(
                 (
                     *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived"),
-                    *("dead", "filtered", "dropped", "put", "imported", "reentered"),
+                    *("dead", "filtered", "dropped", "skipped", "put", "imported", "reentered"),
                     *("highest_draw", "arrivals", "produced_groups", "produced_ms"),
                     *("produced_samples", "produced_tokens", "raw_rewards_count", "failed"),
                     *("expirations", "ended_early", "unmade_tokens", "discarded_tokens"),
                     *("failures_in_row", "filtered_in_row", "tail_step", "unparsed", "begins"),
                     *("error_ms", "leases_lost", "quarantined", "halt_step", "awaited"),
                     *("awaited_step", "truncated", "reasserted", "regenerated", "lost_to"),
+                    "skips_from",
                     *(f"tokens_{row}" for row in ("sampled", "prompt", "again", *TOKEN_ROWS)),
                 ),
                 r"-?\d{1,16}",
@@ -181,6 +183,13 @@ TABLE: Mapping[str, KeyRow] = {
     "ended:<task>:archived": KeyRow("STRING", _END, _TIDY, name="archived"),
     "ended:<task>:filtered": KeyRow("STRING", _END, name="filtered"),
     "ended:<task>:dropped": KeyRow("STRING", _END, name="dropped"),
+    "ended:<task>:skipped": KeyRow("STRING", _END, name="skipped"),
+    "skips:<task>": KeyRow(
+        "LIST",
+        '"<groups that had ended> <ms> <JSON>" of the newest 10,000 skipped groups, the newest '
+        "first: which record, and why",
+        name="skips",
+    ),
     "dead": KeyRow("ZSET", "gid by time of death (ms)"),
     "dead:<gid>": KeyRow("STRING", "why, as JSON; `reason`: see `buffer/failure_text.py`"),
     # payloads
@@ -231,6 +240,27 @@ TABLE: Mapping[str, KeyRow] = {
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
         _NONE,
+        saved=False,
+    ),
+    # a limit on calls of a service; its keys begin with `rmq-limit:{NAME}:`
+    "limit": KeyRow(
+        "HASH",
+        "a limit on calls, which runs share: when the next may be made, calls in progress, speed "
+        "after a refusal, the lowest quota that a caller sets",
+        _WORKER,
+        saved=False,
+    ),
+    "limit_queue": KeyRow("ZSET", "its waiting callers by turn", _WORKER, saved=False),
+    "limit_turns": KeyRow(
+        "HASH", "the next turn of each run and task that uses it", _WORKER, saved=False
+    ),
+    "limit_callers": KeyRow(
+        "ZSET", "its callers by the ends of their leases (ms)", _WORKER, saved=False
+    ),
+    "limit_caller:<caller>": KeyRow(
+        "HASH",
+        "permits that a process has got, ended and still wants for a task",
+        _WORKER,
         saved=False,
     ),
     # weights

@@ -31,12 +31,19 @@ def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
 
 
-class Keys:
-    """Builds the keys of one run. Their hash tag is the run: a cluster has them on one node."""
+LIMITS = "rmq-limit:"
+"""The beginning of the keys of limits on calls, which belong to no run."""
 
-    def __init__(self, run: str) -> None:
+
+class Keys:
+    """Builds the keys of one run. Their hash tag is the run: a cluster has them on one node.
+
+    `space` LIMITS: those of the limit on calls that has this name.
+    """
+
+    def __init__(self, run: str, space: str = "rmq:") -> None:
         self.run = valid_name("run", run)
-        self.prefix = f"rmq:{{{run}}}:"
+        self.prefix = f"{space}{{{run}}}:"
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
@@ -62,6 +69,8 @@ class Keys:
         self.worker_records = self.prefix + "worker:"
         self.worker_tokens_of = self.prefix + "tokens:"
         self.dead_letters = self.prefix + "dead:"
+        self.limit_records = self.prefix + "limit_caller:"
+        self.bells = self.prefix + "bell:"
         self.judge_queue = f"rmq-judge:{run}"
         """rq's name of the queue of judge jobs; the names of its workers begin with it, too"""
         # rq permits letters, digits, _ and - only; "_-" is in no name written this way, so no
@@ -83,7 +92,7 @@ class Keys:
         return f"{self.queues}{task}:{lane}"
 
     def wake_up(self, who: str) -> str:
-        return f"{self.prefix}bell:{who}"
+        return self.bells + who
 
     def group(self, gid: str) -> str:
         return self.groups + gid
@@ -115,6 +124,9 @@ class Keys:
 
     def ended(self, task: str, stage: str) -> str:
         return f"{self.ends}{task}:{stage}"
+
+    def skips(self, task: str) -> str:
+        return f"{self.prefix}skips:{task}"
 
     def dead_letter(self, gid: str) -> str:
         return self.dead_letters + gid

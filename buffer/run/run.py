@@ -17,6 +17,7 @@ from buffer.errors import GroupHeld, RunExists
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.replay_buffer import ReplayBuffer
+from buffer.groups.skips import Skips
 from buffer.ids import new_nonce
 from buffer.janitor import Janitor
 from buffer.ledger import memory
@@ -57,7 +58,8 @@ if TYPE_CHECKING:  # whole rooms that most processes never enter: methods import
 class Run:
     """Holds all parts of one run; made by `create` or `open`.
 
-    run.jobs, run.dead_letters     # queues, claims, releases; groups that failed
+    run.jobs                       # queues, claims, releases
+    run.dead_letters, run.skips    # groups that failed, or were skipped
     run.buffer, run.payloads       # pools of finished groups, and their bytes
     run.ledger, run.evaluations    # batches that were taken and committed
     run.control, run.fleet         # modes and weights; workers
@@ -83,6 +85,7 @@ class Run:
         self.jobs = JobQueue(context)
         self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(context, self.payloads)
+        self.skips = Skips(context)
         self.buffer = ReplayBuffer(context, self.payloads)
         self.ledger = BatchLedger(context)
         self.trainers = TrainerOpening(context, self.payloads, self.ledger)

@@ -35,6 +35,7 @@ def outcome(found: Evaluated, *, leaves_out_failed: bool = False) -> dict[str, f
     """
     metrics = measure(found, {} if leaves_out_failed else found.failed)
     metrics["eval/failed"] = float(len(found.failed))
+    metrics["eval/skipped"] = float(len(found.skipped))
     columns = [group.columns.get("spans") for group in found]
     spans = [each[:, 3] for each in columns if each is not None and len(each)]
     if spans:
@@ -174,6 +175,9 @@ class EvaluationPlan:
             how = "are left out" if leaves_out else "count as wrong"
             log.warning("task %s: %s failed in every try, and %s: %s", task, count, how,
                         ", ".join(sorted(found.failed)))  # fmt: skip
+        if found.skipped:
+            log.warning("task %s: %d problems were skipped, and are left out: %s", task,
+                        len(found.skipped), ", ".join(sorted(found.skipped)))  # fmt: skip
         self._consumer.report(step, metrics, task=task)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
 

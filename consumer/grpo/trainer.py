@@ -310,9 +310,7 @@ class Trainer:
         self.consumer.check_role()
         keep = self._config.trainer.keep_checkpoints
         self._position.forget(self._checkpoints.oldest_with(step, keep))
-        self._position.cursors = {
-            task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
-        }
+        self.consumer.note_draws(self._position)
         self._begun = (self._position.model_copy(deep=True), self._checkpoints.begin(step))
         self.rank.begin_state(str(self._begun[1]))
 

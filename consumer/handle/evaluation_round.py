@@ -12,10 +12,11 @@ their own ledger, manifests and tasks, and move no training counter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
-from buffer.ids import group_id
+from buffer.ids import group_id, split_group_id
 from buffer.job import PayloadRef
 from buffer.ledger.account import TaskAccount
 from buffer.manifest import Manifest, NotReady
@@ -31,11 +32,18 @@ class Evaluated(list[RolloutGroup]):
     """The groups of an evaluation, in the order of their draws.
 
     `failed`: gid and data source ("" if unknown) of each problem of which every try failed.
+    `skipped`: problems that make no sense, which are left out (`Skip`).
     """
 
-    def __init__(self, groups: Sequence[RolloutGroup], failed: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[RolloutGroup],
+        failed: Mapping[str, str],
+        skipped: Collection[str] = (),
+    ) -> None:
         super().__init__(groups)
         self.failed = failed
+        self.skipped = skipped
 
 
 class EvaluationRound:
@@ -128,12 +136,14 @@ class EvaluationRound:
             return None  # what another trainer had taken, or groups that were requeued since
         entries = [entry for entry in manifest.entries if entry.gid in problems]
         versions = {entry.version for entry in entries if entry.version is not None}
-        failed = self._failed(problems - {group.gid for group in own})
+        missing = problems - {group.gid for group in own}
+        skipped = self._ended(missing, "skipped")
+        failed = self._failed(missing - skipped)
         is_newer = not allows_newer and max(versions, default=self.version) > self.version
         if failed is None or is_newer or min(versions, default=self.version) < self.version:
             self._draws = self._next_draws(self._account())
             return None
-        return Evaluated(own, failed)
+        return Evaluated(own, failed, skipped)
 
     def _failed(self, gids: set[str]) -> dict[str, str] | None:
         """Return the data source of each problem that failed; None if one was answered."""
@@ -146,12 +156,15 @@ class EvaluationRound:
                 found[record.gid] = prompt.shared.data_source or ""
             except (PayloadMissing, WireError):
                 found[record.gid] = ""
-        ended = sorted(gids - found.keys())
-        archived = self._run.keys.ended(self.task, "archived")
-        reads = [("GETBIT", archived, int(gid[-10:])) for gid in ended]
-        if any(self._run.store.send("evaluated", reads)):
+        ended = gids - found.keys()
+        if self._ended(ended, "archived"):
             return None  # by another evaluation
-        return found | dict.fromkeys(ended, "")
+        return found | dict.fromkeys(sorted(ended), "")
+
+    def _ended(self, gids: set[str], end: str) -> set[str]:
+        names, bitmap = sorted(gids), self._run.keys.ended(self.task, end)
+        reads = [("GETBIT", bitmap, split_group_id(gid)[1]) for gid in names]
+        return set(compress(names, self._run.store.send("evaluated", reads)))
 
 
 def _is_open(account: TaskAccount, draws: range) -> bool:

@@ -33,6 +33,7 @@ from buffer.control.events import START, Event
 from buffer.control.roles import HeldRole
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, ModelError, WireError
+from buffer.ledger.ended_draws import note_draws
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.run.run import Run
@@ -230,6 +231,13 @@ class RolloutConsumer:
         """
         self.delivered.check()
         self._run.ledger.commit(self.nonce, step, keep)
+
+    def note_draws(self, position: Position) -> None:
+        """Record in a position, before its checkpoint is written, which draws were skipped.
+
+        Then they are not drawn again, even if the server loses its data.
+        """
+        note_draws(self._run.context, position)
 
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:

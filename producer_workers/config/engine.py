@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from buffer.config.attached import AttachedKinds
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from producer_workers.config.call_limit import LimitSection
 from producer_workers.config.distribution import Distribution, Fixed, LogNormal
 
 # The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
@@ -245,6 +246,10 @@ class HttpConfig(EngineSettings):
     weights: Literal["update", "adapters", "static"] = "update"
     """update: the server loads whole weights. adapters: it loads LoRA adapters. static: it loads
     nothing, so only rollouts of the run's first weights can be made
+    """
+    limit: LimitSection | None = None
+    """quota of the server's completions, for all workers together: { requests_per_minute,
+    tokens_per_minute, at_once }; default: none
     """
     control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
     """time limit of a pause or resume"""

@@ -18,6 +18,7 @@ from buffer.wire.document import MAX_MEMBERS
 from buffer.wire.framing import MAX_BYTES
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.attached_judge import AttachedJudge
+from producer_workers.config.call_limit import LimitSection
 from producer_workers.config.dataset import DatasetSection, ImagesSection
 from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from producer_workers.config.strategy import StrategySection
@@ -176,6 +177,10 @@ class JudgingSection(Section):
     """where python_tests runs programs. bubblewrap: without files, network, environment and other
     processes; it must be installed. weak: with limits of time, memory and files only, so that a
     program may read what its user may. Or the URL of a service with SandboxFusion's form of HTTP
+    """
+    limit: LimitSection | None = None
+    """quota of what the judge calls, for all workers together: { requests_per_minute, at_once, … };
+    a call waits for its turn before its timeout_s begins; default: none
     """
     grace_s: float = Field(10.0, ge=0, le=YEAR_S)
     """time that a judge has to finish when an abort pause begins; then it is cancelled, and its

@@ -41,7 +41,7 @@ class JsonlDataset(RecordsDataset):
         rows = JsonRows(path, largest)
         super().__init__(rows, str(path), to_problem, rows.name_row, largest)
         for row in range(1, len(rows)):
-            self.row(row)
+            self.try_row(row)
 
 
 class JsonRows:

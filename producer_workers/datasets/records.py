@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, DatasetError, describe, text_of
+from buffer.errors import ConfigError, DatasetError, Skip, describe, text_of
 from buffer.failure_text import places
 from buffer.imports import load_object
 from buffer.readable import format_size
@@ -165,10 +166,15 @@ class RecordsDataset:
         self._name_row = name_row or (lambda row: f"{source}, row {row}")
         if not len(records):
             raise DatasetError(f"{source}: there are no records")
-        self.row(0)
+        self.try_row(0)
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def try_row(self, row: int) -> None:
+        """Raise DatasetError if a row cannot be used; it may be skipped."""
+        with suppress(Skip):
+            self.row(row)
 
     def row(self, row: int, epoch: int = 0) -> Problem:
         if not 0 <= row < len(self):
@@ -283,13 +289,13 @@ def make_problem(
 ) -> Problem:
     """Read a record of at most `largest` bytes and make a problem of it that can be stored.
 
-    Raises DatasetError with the record and the place in the user's code for every error.
+    Raises Skip, and DatasetError with the record and the place in the user's code for every error.
     """
     try:
         record = read()
         check_size(byte_count(record, largest), largest)
         return to_problem(record)
-    except (ConfigError, KeyboardInterrupt):
+    except (ConfigError, KeyboardInterrupt, Skip):
         raise
     except BaseException as error:
         raise unusable(where, error, HINT) from error

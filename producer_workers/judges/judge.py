@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import JudgeError, RolloutMQError, WireError
+from buffer.errors import JudgeError, RolloutMQError, Skip, WireError
 from buffer.wire.columns import all_columns, column_named
 from buffer.wire.rollout import RolloutState
+from producer_workers.call_turns import Turns
 from producer_workers.config.task import JudgingSection
 from producer_workers.user_code.border import (
     BORDERS,
@@ -36,7 +37,8 @@ from producer_workers.user_code.user_function import UserFunction, outcome_of
 class Judge(ABC):
     """Scores rollouts, or groups of them if it `sees_group`. Messages call it by its `name`.
 
-    Its methods raise JudgeError; in a worker also JudgeInterrupted, which leaves rollouts ABORTED.
+    Its methods raise JudgeError and Skip; in a worker also JudgeInterrupted, which leaves
+    rollouts ABORTED.
     """
 
     name: str
@@ -64,8 +66,29 @@ class Judge(ABC):
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """Make one call, for one rollout or, if it `sees_group`, for a group."""
 
+    def under(self, turns: Turns) -> Judge:
+        """Return this judge, whose calls wait for their turns."""
+        return LimitedJudge(self, turns)
+
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """End what the judge started."""
+
+
+class LimitedJudge(Judge):
+    """Each call of `judge` waits for one of the `turns` first, outside of the call's time limit."""
+
+    def __init__(self, judge: Judge, turns: Turns) -> None:
+        self.name = judge.name
+        self.sees_group = judge.sees_group
+        self._judge = judge
+        self._turns = turns
+
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        async with self._turns.turn():
+            return await self._judge.ask(states)
+
+    def close(self) -> None:
+        self._judge.close()
 
 
 class FunctionJudge(Judge):
@@ -110,6 +133,8 @@ class FunctionJudge(Judge):
                 if error:
                     raise error
                 judged += take_columns(self.name, [state], answers)
+            except Skip:
+                raise
             except RolloutMQError as failure:
                 judged.append(failure)
         return judged

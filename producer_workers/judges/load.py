@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from buffer.errors import ConfigError, JudgeError
 from buffer.imports import import_extra, load_object
 from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
+from producer_workers.call_turns import Turns
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import RUNS_PROGRAMS, JudgeSpec, JudgingSection, named_judges
 from producer_workers.http_client import Service
@@ -161,6 +163,10 @@ class HttpJudge(Judge):
         self.name = url
         hint = "check the service, or raise [tasks.<name>.judging] timeout_s"
         self._service = Service(what, url, judging.timeout_s, judging.retries, hint)
+
+    def under(self, turns: Turns) -> Judge:
+        self._service = replace(self._service, turns=turns)
+        return self
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         (state,) = states

@@ -33,7 +33,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
-from buffer.errors import ConfigError, JudgeError, RolloutMQError, describe
+from buffer.errors import ConfigError, JudgeError, RolloutMQError, Skip, describe
 from buffer.failure_text import message_of
 from buffer.redis.keys import Keys
 from buffer.redis.retry import is_transient
@@ -92,8 +92,11 @@ def open_queue(connection: Any, run: str, **options: Any) -> JudgeQueue:
 
 def score(
     judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int
-) -> list[dict[str, Any]]:
-    """Return what `judge` gives one rollout, or a group, within limits. Raises JudgeError."""
+) -> list[dict[str, Any]] | dict[str, str]:
+    """Return what `judge` gives one rollout, or a group, within limits. Raises JudgeError.
+
+    {"skip": reason}: it skips the group.
+    """
     if judge not in JudgeJob.judges:
         raise JudgeError(
             f"this worker does not run {judge!r:.80}",
@@ -108,6 +111,8 @@ def score(
     states = [rollout_of(fields) for fields in rollouts]
     try:
         rewards = asyncio.run(chosen.judge_group(states))
+    except Skip as error:
+        return {"skip": error.message}
     except JudgeError as error:  # its text, with the user's traceback, is all that rq hands on
         raise JudgeError(failure_text(error)) from None
     return [columns_of(state) | reward for state, reward in zip(states, rewards, strict=True)]

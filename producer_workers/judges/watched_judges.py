@@ -14,7 +14,14 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from buffer.control.worker_record import JUDGE_BOUNDS_S, Histogram
-from buffer.errors import JudgeError, JudgeInterrupted, ModelError, RolloutMQError, describe
+from buffer.errors import (
+    JudgeError,
+    JudgeInterrupted,
+    ModelError,
+    RolloutMQError,
+    Skip,
+    describe,
+)
 from buffer.observers import Observer, all_of
 from buffer.wire.own_copy import readers_copy
 from buffer.wire.rollout import RolloutState
@@ -92,7 +99,7 @@ class WatchedJudges:
     async def run(self, grace_s: float, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return what `call` returns.
 
-        Raises JudgeError, JudgeInterrupted, and the ModelError of a judge whose model is gone.
+        Raises JudgeError, JudgeInterrupted, Skip, and ModelError where its model is gone.
         """
         if self._is_ending:
             raise JudgeInterrupted(f"the worker leaves: {what} is not called")
@@ -109,7 +116,7 @@ class WatchedJudges:
             raise JudgeInterrupted(f"a pause or the end of the worker ended {what}")
         outcome = work.result()
         error = outcome.error
-        if isinstance(error, JudgeError | ModelError):
+        if isinstance(error, JudgeError | ModelError | Skip):
             raise error
         if isinstance(error, RolloutMQError):
             raise JudgeError(error.message, hint=error.hint) from error

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from buffer.control.control import ControlState, Work
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
-from buffer.errors import ConfigError, PayloadMissing, StoreFull, TaskStopped
+from buffer.errors import ConfigError, PayloadMissing, Skip, StoreFull, TaskStopped
+from buffer.groups.skips import skip_letter
 from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.bounds import BYTES_PER_VALUE
@@ -25,6 +27,7 @@ from buffer.redis.retry import LogOnce
 from buffer.run.continuation import record_origin
 from buffer.run.origin import Origin
 from buffer.run.run import Run
+from buffer.wire.rollout import RolloutState
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import (
     ProduceContext,
@@ -41,7 +44,15 @@ ROUND_S = 1.0
 
 NO_STOP = TaskStop()
 
-Prompt = tuple[str, int, bytes]  # gid, rollouts, INIT payload
+
+class Prompt(NamedTuple):
+    """A draw: `letter` is why it is skipped; one that is too large has no `rollouts`, either."""
+
+    gid: str
+    rollouts: int = 0
+    payload: bytes = b""
+    letter: str = ""
+
 
 DRAW_S = 1.0  # groups of a slow data set start after this time, with the prompts drawn until then
 
@@ -91,20 +102,23 @@ class TaskProducer:
         if context.progress.reentered:
             cursor = self._run.jobs.next_draw(nonce, self.task)
         prompts = self._prompts(cursor, room)
-        if payloads := {gid: data for gid, _, data in prompts if data}:
+        if payloads := {each.gid: each.payload for each in prompts if each.payload}:
             self._run.payloads.write_prompts(payloads)
-        samples = [count for _, count, _ in prompts]
+        samples = [prompt.rollouts for prompt in prompts]
+        letters = {draw: each.letter for draw, each in enumerate(prompts, cursor) if each.letter}
         try:
             done = self._run.jobs.enqueue(
-                nonce, new_nonce(), self.task, cursor, samples, plan.target
+                nonce, new_nonce(), self.task, cursor, samples, plan.target, letters
             )
         except PayloadMissing as error:
             log.warning("prompts expired before they were enqueued; drawing them again: %s", error)
             return started
         self._cursor = done.cursor
         self._ahead = {draw: prompt for draw, prompt in self._ahead.items() if draw >= done.cursor}
-        if skipped := samples[: done.cursor - cursor].count(0):
-            log.warning("skipped %d prompts that are too large", skipped, extra={"task": self.task})
+        passed = prompts[: done.cursor - cursor]
+        if too_large := sum(not each.payload and not each.letter for each in passed):
+            facts = {"task": self.task}
+            log.warning("passed over %d prompts that are too large", too_large, extra=facts)
         return started + done.count
 
     def _prompts(self, cursor: int, room: int) -> list[Prompt]:
@@ -116,16 +130,22 @@ class TaskProducer:
         return prompts
 
     def _prompt(self, draw: int) -> Prompt:
-        """Return a prompt that is ready to be stored; one that is too large has no rollouts."""
+        """Return a prompt that is ready to be stored."""
         if draw not in self._ahead:
             gid = self._sampler.gid(draw)
             with self._work.on(f"draws prompt {draw} of task {self.task}"):
-                states = self._sampler.draw(draw)
+                try:
+                    states: list[RolloutState] | TooLong | Skip = self._sampler.draw(draw)
+                except Skip as error:
+                    states = error
             if isinstance(states, TooLong):
-                self._ahead[draw] = (gid, 0, b"")
+                self._ahead[draw] = Prompt(gid)
+            elif isinstance(states, Skip):
+                place = self._sampler.place(draw)._asdict()
+                self._ahead[draw] = Prompt(gid, letter=skip_letter(gid, states.message, place))
             else:
                 payload = self._sampler.encode(draw, states)
-                self._ahead[draw] = (gid, len(states), payload)
+                self._ahead[draw] = Prompt(gid, len(states), payload)
                 if not self._run.payloads.fits(payload):
                     log.warning(
                         "task %s: row %d is skipped: its prompt has %d bytes, and at most %d can "
@@ -135,7 +155,7 @@ class TaskProducer:
                         len(payload),
                         BYTES_PER_VALUE,
                     )
-                    self._ahead[draw] = (gid, 0, b"")
+                    self._ahead[draw] = Prompt(gid)
         return self._ahead[draw]
 
     def prepare(self) -> bool:

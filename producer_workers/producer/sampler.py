@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import ConfigError, DatasetError, WireError, describe
+from buffer.errors import ConfigError, DatasetError, Skip, WireError, describe
 from buffer.ids import group_id
 from buffer.wire import group_bytes
 from buffer.wire.group import AGENT_RECORD, GROUP_TIME, RolloutGroup
@@ -77,7 +77,7 @@ class Sampler:
         return place_of(draw, len(self.dataset), self.seed, shuffle=self.shuffle)
 
     def draw(self, draw: int) -> list[RolloutState] | TooLong:
-        """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ... Raises DatasetError."""
+        """Return the `prompt_repeat_k` INIT rollouts of a draw. Raises DatasetError, Skip."""
         place = self.place(draw)
         problem = self._read(place)
         try:
@@ -124,9 +124,7 @@ class Sampler:
                 return problem
             messages = with_system_prompt(problem.messages, self.system_prompt)
             return problem.model_copy(update={"messages": messages})
-        except DatasetError:
-            raise
-        except KeyboardInterrupt:
+        except (DatasetError, Skip, KeyboardInterrupt):
             raise
         except BaseException as error:  # a data set may be the user's code
             reason = describe(error)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from buffer.errors import JudgeError, RolloutMQError, ServiceAway, UserCodeError, describe
+from buffer.errors import JudgeError, RolloutMQError, ServiceAway, Skip, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
 from buffer.wire.column import Number
@@ -102,9 +102,12 @@ class Failure:
     is_own: bool = False  # whether `said` is of this project, and names the function
     is_out_of_memory: bool = False
     is_away: bool = False  # a `ServiceAway`
+    is_skip: bool = False
 
     @classmethod
     def of(cls, error: BaseException, border: Border) -> Failure:
+        if isinstance(error, Skip):
+            return cls(error.message, error.message, is_own=True, is_skip=True)
         trace = border.trace(error)
         if isinstance(error, RolloutMQError):
             is_away = isinstance(error, ServiceAway)
@@ -138,8 +141,10 @@ class Rules:
     error: type[UserCodeError] = UserCodeError
     hint: str = ""  # what to do about an exception, where nothing better is known
 
-    def failed(self, failure: Failure) -> UserCodeError | ServiceAway:
+    def failed(self, failure: Failure) -> UserCodeError | ServiceAway | Skip:
         """Return the error of a call that failed; log its traceback once for its cause."""
+        if failure.is_skip:
+            return Skip(failure.said)
         if failure.is_away:
             return ServiceAway(failure.said, hint=failure.hint)
         said = failure.said if failure.is_own else f"{self.what} raised {failure.said}"
@@ -284,10 +289,17 @@ def check_numbers(what: str, reward: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def raise_skip(answer: Any) -> None:
+    """Raise Skip for the answer {"skip": "reason"}, as other processes and services give it."""
+    if isinstance(answer, Mapping) and isinstance(reason := answer.get("skip"), str):
+        raise Skip(reason)
+
+
 def check_answer(name: str, result: Any, *, has_columns: bool = True) -> dict[str, Any]:
-    """Return `result` as a reward, with columns of the rollout as lists. Raises JudgeError."""
+    """Return `result` as a reward, with columns as lists. Raises JudgeError, Skip."""
     if not isinstance(result, Mapping):
         return check_reward(name, result)
+    raise_skip(result)
     reward, lists = {}, {}
     for key, value in result.items():
         column = column_named(key) if has_columns else None
@@ -316,7 +328,8 @@ def turn_rewards(value: Any) -> list[float]:
 
 
 def check_answers(name: str, results: Any, count: int) -> list[dict[str, Any]]:
-    """Return `results` of judge `name` for `count` rollouts. Raises JudgeError."""
+    """Return `results` of judge `name` for `count` rollouts. Raises JudgeError, Skip."""
+    raise_skip(results)
     is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
     if not is_list or len(results) != count:
         raise JudgeError(

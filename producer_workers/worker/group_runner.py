@@ -28,6 +28,7 @@ from buffer.errors import (
     PayloadMissing,
     RolloutMQError,
     RunDamaged,
+    Skip,
     StoreUnavailable,
     WireError,
     describe,
@@ -66,6 +67,7 @@ FATES: Mapping[ReleaseKind, str] = {
     "handback": "failed",
     "aborted": "interrupted",
     "expired": "expired",
+    "skipped": "skipped",
 }
 
 
@@ -80,11 +82,12 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The group goes to another worker, to the aborted pool, or dies with its reason."""
+    """The group goes to another worker, to the aborted pool, or ends with its reason."""
 
     kind: ReleaseKind
     reason: str
     ended: EndedEarly | None = None
+    record: Mapping[str, Any] | None = None  # `extra` of a skipped group
     error: EngineDeadError | None = None  # to raise once the group is released
 
 
@@ -193,6 +196,9 @@ class GroupRunner:
         if isinstance(error, EngineDeadError):
             is_guilty = self._engine.blame(job.gid, is_last_try=self._is_last_try(job))
             return Release("lost" if is_guilty else "handback", str(error), error=error)
+        if isinstance(error, Skip):
+            log.info("skipped: %s", error.message, extra={"gid": job.gid})
+            return Release("skipped", error.message, record=group.shared.extra if group else {})
         if isinstance(error, GroupAbandoned):
             return Drop(str(error))
         if isinstance(error, JudgeInterrupted):  # out of a loop of the user's, which passed it on
@@ -223,10 +229,8 @@ class GroupRunner:
                 self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
             case Release():
                 try:
-                    await self._insist(
-                        self._run.jobs.release,
-                        *(self._worker, job, end.kind, end.reason, end.ended, sampled),
-                    )
+                    facts = (end.kind, end.reason, end.ended, end.record, sampled)
+                    await self._insist(self._run.jobs.release, self._worker, job, *facts)
                 except Fenced as error:
                     log.warning("not released: %s", error, extra={"gid": job.gid})
                 else:

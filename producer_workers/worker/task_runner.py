@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from buffer.errors import RolloutMQError
+from buffer.errors import RolloutMQError, Skip
 from buffer.failure_text import message_of
 from buffer.imports import load_function
 from buffer.wire.rollout import RolloutState, Status, has_ended
@@ -103,7 +103,9 @@ class TaskRunner:
         except GeneratorExit as error:  # of the loop: no running coroutine is closed
             raise UserExit.of(error) from error
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
-            found: BaseException = errors.subgroup(EngineDeadError) or errors
+            found: BaseException = (
+                errors.subgroup(EngineDeadError) or errors.subgroup(Skip) or errors
+            )
             while isinstance(found, BaseExceptionGroup):
                 found = found.exceptions[0]
             raise found from errors

@@ -47,6 +47,7 @@ from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
+from producer_workers import call_turns
 from producer_workers.agent_loops.agent_loop import Vacancy
 from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Engine, EngineDeadError
@@ -253,6 +254,7 @@ class Worker:
             failed=self._runner.failed,
             judging=self._groups.judging(),
             **reported(self._judges),
+            **call_turns.reported(),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
             sampled=self._engine.token_counts.text(),

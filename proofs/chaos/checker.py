@@ -183,17 +183,18 @@ class Checker:
             if found[0] not in ("archived", "taken", "dead") and gid in trained:
                 yield f"{gid} is trained, but {found[0]}"
         yield from (
-            f"{gid} is dropped or filtered, which nobody asked for" for gid in self._put_away()
+            f"{gid} is dropped, filtered or skipped, which nobody asked for"
+            for gid in self._put_away()
         )
 
     def _counters(self) -> Iterator[str]:
-        """Entered = waiting + running + pooled + taken + archived + dead + filtered + dropped, as
-        the run counts them and as they are found.
+        """Entered = waiting + running + pooled + taken + archived + dead + filtered + dropped
+        + skipped, as the run counts them and as they are found.
         """
         stages: dict[str, list[str]] = self.final["stages"]
         for task, counted in self.final.get("counters", {}).items():
             found = Counter(where[0] for gid, where in stages.items() if gid.startswith(f"{task}-"))
-            for stage in ("running", "taken", "archived", "dead", "filtered", "dropped"):
+            for stage in ("running", "taken", "archived", "dead", "filtered", "dropped", "skipped"):
                 if counted[stage] != found[stage]:
                     yield f"{task}: {counted[stage]} counted as {stage}, {found[stage]} found"
             entered = counted["enqueued"] + counted["put"] + counted["imported"]
@@ -209,7 +210,7 @@ class Checker:
             if event["args"].get("status") == "filtered"
         }
         for gid, found in self.final["stages"].items():
-            if found[0] in ("dropped", "filtered") and gid not in asked:
+            if found[0] in ("dropped", "filtered", "skipped") and gid not in asked:
                 yield gid
 
     def _trained_twice(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
     *("report", "bad_submissions", "age:<task>"),
-    *("ended:<task>:filtered", "ended:<task>:dropped"),
+    *("ended:<task>:filtered", "ended:<task>:dropped", "ended:<task>:skipped"),
     *("weights", "weights:<lineage>:<version>"),
 )
 """Rows that the run of a trial has no keys of, or seldom: they are only given another type."""

@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 LANES, POOLS = ("eval", "resume", "fresh"), ("completed", "aborted", "expired")
-ENDS = ("archived", "filtered", "dropped")
+ENDS = ("archived", "filtered", "dropped", "skipped")
 COUNTED = (*ENDS, "dead", "running", "taken", "enqueued", "put", "imported", "cursor", "reentered")
 
 

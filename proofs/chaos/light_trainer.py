@@ -129,9 +129,7 @@ class LightTrainer:
             return
         self.consumer.check_role()
         self._position.forget(self._checkpoints.oldest_with(step, KEEP_CHECKPOINTS))
-        self._position.cursors = {
-            task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
-        }
+        self.consumer.note_draws(self._position)
         self._checkpoints.write(self._position, lambda folder: _write(folder / CHAIN, self._chain))
         self._history.note("checkpoint", step=step, chain=self._chain)
         self.consumer.commit(step, keep=self._checkpoints.prune(KEEP_CHECKPOINTS))

@@ -11,7 +11,7 @@ from proofs.model_check.state_invariants import find_stages, plain
 from proofs.model_check.world import Budget, State, World
 
 ROUNDS = 40
-ENDED = {"taken", "archived", "filtered", "dropped", "dead"}
+ENDED = {"taken", "archived", "filtered", "dropped", "skipped", "dead"}
 
 
 def finish(world: World, state: State) -> None:

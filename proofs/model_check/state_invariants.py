@@ -89,7 +89,7 @@ def find_stages(image: Image) -> Stages:
     ended = [
         (gid, stage)
         for draw, gid in draws.items()
-        for stage in ("archived", "filtered", "dropped")
+        for stage in ("archived", "filtered", "dropped", "skipped")
         if bit(image, stage.encode(), draw)
     ]
     for gid, stage in [*_structures(image), *ended]:
@@ -196,7 +196,7 @@ def _bytes(image: Image, stages: Stages) -> None:
     count = int(counted.get(b"came", 0)) - int(counted.get(b"went", 0))
     stored = 0
     for gid, (stage,) in stages.items():
-        if stage not in ("archived", "filtered", "dropped"):
+        if stage not in ("archived", "filtered", "dropped", "skipped"):
             known = record(image, gid)
             # the prompt, and the newest result
             stored += int(known[b"prompt"]) + (
@@ -222,7 +222,7 @@ def _archived_bytes(image: Image) -> int:
 def _counters(image: Image, stages: Stages) -> None:
     progress = plain(image, b"progress:" + T, {})
     count = Counter(stage for (stage,) in stages.values())
-    for name in ("running", "taken", "archived", "dead", "filtered", "dropped"):
+    for name in ("running", "taken", "archived", "dead", "filtered", "dropped", "skipped"):
         noted = int(progress.get(name.encode(), b"0"))
         assert noted == count[name], f"I1: {count[name]} groups are {name}, {noted} are counted"
     consumed = count["taken"] + count["archived"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import DatasetError, HubError, JudgeError, RolloutMQError
+from buffer.errors import DatasetError, HubError, JudgeError, RolloutMQError, Skip
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.build import problems_dir, task_sampler
@@ -65,7 +65,8 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
         return
     if task.images:
         for row in range(min(ROWS, len(dataset))):
-            dataset.row(row)
+            with suppress(Skip):
+                dataset.row(row)
         yield ok(f"task {name}: {len(dataset):,} rows, with images")
         return
     if unjudged := list(_unjudged(task, dataset)):
@@ -81,6 +82,10 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     if first and task.eval_of is None:
         yield ok(f"task {name}: its first prompt", text=str(tokenizer.decode(_ids(first[0]))))
     skipped = sum(isinstance(each, TooLong) for each in draws)
+    left_out = [each for each in draws if isinstance(each, Skip)]
+    if left_out:
+        what = f"{len(left_out)} of the first {len(draws)} rows are skipped: {left_out[0].message}"
+        yield warning(f"task {name}: {what}")
     yield from _too_long(config, task, f"task {name}", [] if note else lengths, skipped)
     if task.eval_of is not None:
         config.evaluation_size(name)  # raises ConfigError
@@ -131,6 +136,8 @@ def _unjudged(task: TaskSection, dataset: Dataset) -> Iterator[DatasetError]:
         try:
             problem = dataset.row(row)
             check_truth(task.judge, problem.data_source, problem.ground_truth)
+        except Skip:
+            continue
         except DatasetError as error:
             yield error
         except ValueError as error:
@@ -156,7 +163,9 @@ def _tokenizer(config: Config) -> tuple[Any, str]:
 _load = cache(load_tokenizer)
 
 
-def _draws(sampler: Sampler, rows: int) -> Iterator[list[RolloutState] | TooLong | DatasetError]:
+def _draws(
+    sampler: Sampler, rows: int
+) -> Iterator[list[RolloutState] | TooLong | DatasetError | Skip]:
     """Draw and encode the first rows as a producer does; yield the reason where one is refused."""
     for draw in range(min(ROWS, rows)):
         try:
@@ -164,7 +173,7 @@ def _draws(sampler: Sampler, rows: int) -> Iterator[list[RolloutState] | TooLong
             if not isinstance(states, TooLong):
                 sampler.encode(draw, states)
             yield states
-        except DatasetError as error:
+        except (DatasetError, Skip) as error:
             yield error
 
 
@@ -197,7 +206,7 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
         states.append(state)
     scores = {}
     for kind, reward in zip(answers, asyncio.run(_ask(task, states)), strict=True):
-        if isinstance(reward, JudgeError):
+        if isinstance(reward, JudgeError | Skip):
             limits = "[tasks.<name>.judging] has the limits of a judge"
             fix = raised_at(reward) or reward.hint or limits
             what = f"task {name}, asked to score {kind}: {reward.message}"
@@ -215,7 +224,7 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
 
 async def _ask(
     task: TaskSection, states: Sequence[RolloutState]
-) -> list[dict[str, float] | JudgeError]:
+) -> list[dict[str, float] | JudgeError | Skip]:
     judging = task.judging
     if judging.is_elsewhere:
         judging = judging.model_copy(update={"kind": "process"})
@@ -224,10 +233,10 @@ async def _ask(
         task.judge, lambda each: judges.watch(load_worker_judge(each, judging), judging.grace_s)
     )
 
-    async def ask(state: RolloutState) -> dict[str, float] | JudgeError:
+    async def ask(state: RolloutState) -> dict[str, float] | JudgeError | Skip:
         try:
             return await judge.judge(state)
-        except JudgeError as error:
+        except (JudgeError, Skip) as error:
             return error
 
     try:

@@ -45,13 +45,18 @@ def _check_judge(check: Callable[[], str]) -> Iterator[Finding]:
 
 
 def _check_warm_start(config: Config) -> Iterator[Finding]:
+    path = config.warm_start.path
     training = [config.tasks[name] for name in config.training_tasks]
-    has_problems = any(getattr(task.dataset, "warm_start_size", 0) for task in training)
-    if config.warm_start.max_steps and not has_problems:
+    has_problems = path or any(getattr(task.dataset, "warm_start_size", 0) for task in training)
+    if not config.warm_start.max_steps:
+        return
+    if path and not path.is_file():
+        yield mistake(f"{path}: there is no such file", "correct [warm_start] path")
+    if not has_problems:
         yield mistake(
             "there is no [policy] model, and no task has problems on which one could be trained",
-            "set [policy] model, or warm_start_size of a reasoning_gym data set, or [warm_start] "
-            "max_steps = 0 for random weights",
+            "set [policy] model, or [warm_start] path, or warm_start_size of a reasoning_gym data "
+            "set, or [warm_start] max_steps = 0 for random weights",
         )
 
 

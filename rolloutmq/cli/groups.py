@@ -38,6 +38,7 @@ from rolloutmq.options import (
 from rolloutmq.output import age, count, known, plural, state, table, version_style
 from rolloutmq.views.found_group import locate
 
+SKIPPED = "skipped"
 _STATUSES = ("init", *POOLS, "failed")
 WHERE_HELP = (
     f"Only groups that match this JSON query and the other options. Fields: {', '.join(FIELDS)} "
@@ -54,7 +55,9 @@ def list_groups(
     target: Target,
     task: OneTask = None,
     status: Annotated[str | None, Option(help=f"Only this status: {', '.join(_STATUSES)}.")] = None,
-    stage: Annotated[str | None, Option(help=f"Only this stage: {', '.join(STAGES)}.")] = None,
+    stage: Annotated[
+        str | None, Option(help=f"Only this stage: {', '.join((*STAGES, SKIPPED))}.")
+    ] = None,
     where: Annotated[str | None, Option(metavar="JSON", help=WHERE_HELP)] = None,
     order: Annotated[
         str, Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
@@ -64,11 +67,16 @@ def list_groups(
     """List the groups of a run that match a query.
 
     They are listed by stage: waiting groups in their order, pools by weights and arrival. Archived,
-    filtered and dropped groups have ended, and are only counted.
+    filtered and dropped groups have ended, and are only counted. Skipped groups have ended, too;
+    `--stage skipped` lists them with the reason and the row of the data set.
     """
     require_known("status", status, _STATUSES)
-    require_known("stage", stage, STAGES)
+    require_known("stage", stage, (*STAGES, SKIPPED))
     require_known("task", task, tuple(target.run.limits.tasks))
+    if stage == SKIPPED:
+        if status or where or order:
+            raise ConfigError("--stage skipped takes only --task and --limit beside it")
+        return _skipped(target.run, task, limit)
     flags = {"task": task, "status": status, "stage": stage}
     chosen = {name: value for name, value in flags.items() if value is not None}
     query = parse({"$and": [read_where(where), chosen]})
@@ -76,6 +84,15 @@ def list_groups(
     ended = "(Archived, filtered and dropped ones have ended: see rolloutmq status.)"
     shown = _listed(rows, limit) if rows else [f"No group matches. {ended}"]
     return Output([asdict(row) for row in rows], shown)
+
+
+def _skipped(run: Run, task: str | None, limit: int) -> Output:
+    groups = list(islice(run.skips.newest(task), limit))
+    grid = table("gid", "row", "id", "worker", "reason", right=["row"])
+    for each in groups:
+        grid.add_row(each.gid, known(each.row), each.id or "", each.worker, each.reason)
+    shown = [grid, *_cut(f"only the newest {limit}", len(groups) == limit)]
+    return Output([asdict(each) for each in groups], shown if groups else "No group was skipped.")
 
 
 def _listed(rows: list[GroupRecord], limit: int) -> list[RenderableType]:

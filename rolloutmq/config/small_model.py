@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field
@@ -52,6 +53,10 @@ class TinyModelConfig(Section):
 class WarmStartConfig(Section):
     """[warm_start]: supervised training of that model before GRPO."""
 
+    path: Path | None = None
+    """a JSONL file of solved problems ("question" and "answer"); default: those that reasoning_gym
+    data sets reserve by warm_start_size
+    """
     max_steps: Count = Field(2000, ge=0)
     """stop after this many steps even if the accuracy is lower; 0: keep the random weights"""
     stop_accuracy: float = Field(0.48, ge=0, le=1)

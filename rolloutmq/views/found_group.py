@@ -24,6 +24,7 @@ _WHY_GONE = {
     "archived": "trained and committed",
     "filtered": "filtered out before training",
     "dropped": "too old, unusable, or dropped by hand",
+    "skipped": "its prompt makes no sense: `rolloutmq ls --stage skipped` says why",
 }
 _MAY = {"waiting": ("drop",), "pool": ("requeue", "drop"), "dead": ("requeue", "drop")}
 

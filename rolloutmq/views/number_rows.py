@@ -123,6 +123,7 @@ TASK = (
     _counted("unmade_tokens", "tokens_unmade", "Most that these would still have made."),
     _counted("filtered", "groups_filtered", "Groups that a filter refused."),
     _counted("dropped", "groups_dropped", "Groups that an operator ended."),
+    _counted("skipped", "groups_skipped", "Groups whose prompts make no sense."),
     _counted("reasserted", "", "Groups that the server had lost, from checkpoints.",
         words="{} reasserted from checkpoints", level="warning"),
     _counted("regenerated", "groups_regenerated", "Groups drawn again after lost data.",

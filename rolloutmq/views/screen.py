@@ -48,7 +48,7 @@ _WIDTH = 36
 _COLUMNS = {
     "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
     "expired": "exp", "taken": "taken", "archived": "done",
-    "filtered": "filt", "dropped": "drop", "dead": "dead",
+    "filtered": "filt", "dropped": "drop", "skipped": "skip", "dead": "dead",
 }  # fmt: skip
 _LEVELS = {"note": "", "warning": "yellow", "error": "red"}
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.ids import new_nonce
+from buffer.ledger.ended_draws import note_draws
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.manifest import Manifest
@@ -42,8 +43,7 @@ class Trainer:
         step = self.position.step
         keep = step if keep is None else keep
         self.position.forget(keep)
-        tasks = self.scene.run.limits.tasks
-        self.position.cursors = {task: self.scene.run.jobs.cursor(task) for task in tasks}
+        note_draws(self.scene.run.context, self.position)
         # through JSON, as on a disk
         self.checkpoints[step] = Position.model_validate_json(self.position.model_dump_json())
         self.scene.run.ledger.commit(self.scene.trainer, step, keep)

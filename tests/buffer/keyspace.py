@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 NOT_STATE = ("clock", "bell:", "events")
-TIMED_SETS = ("leases", "workers", "dead")
+TIMED_SETS = ("leases", "workers", "dead", "limit_callers")
 
 
 def dump(client: redis.Redis, run: str) -> dict[str, Any]:

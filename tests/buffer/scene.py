@@ -14,6 +14,7 @@ from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
 from buffer.groups.kept_turns import KeptTurns
+from buffer.groups.skips import skip_letter
 from buffer.ids import LANES, group_id, new_nonce
 from buffer.job import Job, PayloadRef, SampledTokens
 from buffer.limits import RunLimits, TaskLimits
@@ -114,16 +115,20 @@ class Scene:
         target: int | None = 1000,
         samples: Sequence[int] | None = None,
     ) -> Enqueued:
-        """The next draws, their prompts first."""
+        """The next draws, their prompts first. Of `samples`, -1 is a draw that is skipped."""
         if not self.producer:
             self.open_producer()
         samples = [2] * count if samples is None else samples
         cursor = self.run.jobs.cursor(task)
-        gids = [group_id(task, cursor + i) for i in range(len(samples))]
+        numbers = {cursor + i: n for i, n in enumerate(samples)}
+        gids = {draw: group_id(task, draw) for draw in numbers}
         self.run.payloads.write_prompts(
-            {g: prompt(g, n) for g, n in zip(gids, samples, strict=True) if n}
+            {gids[draw]: prompt(gids[draw], n) for draw, n in numbers.items() if n > 0}
         )
-        return self.run.jobs.enqueue(self.producer, new_nonce(), task, cursor, samples, target)
+        letters = {d: skip_letter(gids[d], "no page", {"row": d}) for d in gids if numbers[d] < 0}
+        counts = [max(0, n) for n in samples]
+        nonce = new_nonce()
+        return self.run.jobs.enqueue(self.producer, nonce, task, cursor, counts, target, letters)
 
     def worker(self, name: str = "w0") -> str:
         if name not in self.nonces:

@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 
 from buffer.config.assignments import parse_settings
+from buffer.control.call_limit import Caller, CallerState, CallLimit
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.ids import new_nonce
@@ -80,6 +81,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     ]  # fmt: skip
     (folder / "f.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
     run.import_groups(folder / "f.jsonl")
+    limit_calls(scene)
     (outside,) = run.buffer.put("math", [[rollout(Status.COMPLETED, PolicyVersion("l2", 1))]])
     run.buffer.update(
         outside, [rollout(Status.COMPLETED, PolicyVersion("l2", 1), response="better")]
@@ -196,3 +198,13 @@ def put_right_by_hand(scene: Scene) -> None:
     for other in others:
         scene.submit(other)
     scene.bury(job)
+
+
+def limit_calls(scene: Scene) -> None:
+    """The keys are those of the run, so that what watches it watches them, too."""
+    limit = CallLimit("demo", at_once=2)
+    one, other = (Caller(scene.run.store, limit, f"{scene.name} {n}", 60_000) for n in range(2))
+    for caller in (one, other):
+        caller._keys = scene.keys
+        caller.ask(CallerState(wanted=[5, 5, 5]))
+    one.ask(CallerState(known=1, ended=1, unused=3, refused=1, pause_s=0.1, wanted=[5]))

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from buffer.errors import Skip
+
 
 def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
     tokens = float(len(state.response_ids)) + (state.finish_reason == "length") / 2
@@ -17,6 +19,10 @@ def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
 def ranks(*, states: list[Any]) -> list[float]:
     lengths = [len(state.response) for state in states]
     return [float(sorted(lengths).index(length)) for length in lengths]
+
+
+def skips(*, response: str, **_: Any) -> float:
+    raise Skip("no page")
 
 
 def raises(*, response: str, **_: Any) -> float:

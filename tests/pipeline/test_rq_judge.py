@@ -23,7 +23,7 @@ import rq
 from redis import Redis
 from rq.serializers import JSONSerializer
 
-from buffer.errors import ConfigError, JudgeError
+from buffer.errors import ConfigError, JudgeError, Skip
 from buffer.failure_text import cause_of, trace_of
 from buffer.redis.store import Store
 from buffer.redis.url import Servers
@@ -46,7 +46,7 @@ on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
 REWARD = {"score": 4.0, "messages": 1.0, "tokens": 3.5}
-NAMES = ("length", "ranks", "raises", "steps", "hangs_once", "spins", "sleeps", "eats")
+NAMES = ("length", "ranks", "skips", "raises", "steps", "hangs_once", "spins", "sleeps", "eats")
 TASK = """
 [tasks.{name}]
 judge = "{mine}{name}"
@@ -154,6 +154,16 @@ def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
         )
         half = {"score": 0.5, "passed_all": 0.0, "unparsed": 0.0}
         assert asyncio.run(programs.judge(state)) == half
+
+
+@on_one
+def test_a_judge_that_skips_is_asked_once_and_its_job_does_not_fail(
+    make_judge: Callable[..., RqJudge], pool: Server
+) -> None:
+    before = failed(pool)
+    with pytest.raises(Skip, match="no page"):
+        ask(make_judge("skips", retries=3))
+    assert failed(pool) == before
 
 
 @on_one

@@ -1,6 +1,8 @@
 -- control: the control state, and how processes learn what happened: wake-ups and the event log.
 
+-- A limit on calls belongs to no run.
 local function missing_run(key, is_made_here)
+  if string.find(key, 'rmq-limit:', 1, true) == 1 then return end
   local meta = string.match(key, '^(.-}:)') .. 'meta'
   local schema = redis.call('HGET', meta, 'schema')
   if schema == 'removing' or not (schema or is_made_here) then

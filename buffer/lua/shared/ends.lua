@@ -1,15 +1,18 @@
 -- ends: how groups end, and tasks of which every try fails.
 
--- Return archived, filtered or dropped; nil if the draw has not ended.
+local ENDS = {'archived', 'filtered', 'dropped', 'skipped'}
+
+-- Return one of these; nil if the draw has not ended. `bitmaps`: what the keys of its task begin with.
 local function ended_stage(bitmaps, draw)
-  for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
-    if redis.call('GETBIT', bitmaps[place], draw) == 1 then return place end
+  for _, place in ipairs(ENDS) do
+    if redis.call('GETBIT', bitmaps .. place, draw) == 1 then return place end
   end
 end
 
--- The answer to a call for a group without a record.
-local function answer_without_record(bitmaps, draw)
-  local stage = ended_stage(bitmaps, draw)
+-- The answer to a call for a group without a record. `ends`: the prefix of the bitmaps of all tasks.
+local function answer_without_record(ends, gid)
+  local task, draw = string.match(gid, '^(.*)%-(%d+)$')
+  local stage = ended_stage(ends .. task .. ':', tonumber(draw))
   return stage and {'ENDED', stage} or {'UNKNOWN'}
 end
 
@@ -87,6 +90,23 @@ local function stop_task(progress, task, reason, bell_trainer, events)
   if redis.call('HSETNX', progress, 'stopped', reason) == 0 then return end
   wake(bell_trainer, 1)
   log_event(events, 'stopped', 'task', task, 'reason', string.sub(reason, 1, 100))
+end
+
+-- End a draw whose prompt makes no sense, and whose record is gone: set its bit, and keep its letter among the newest
+-- 10,000 of the task. Stop the task if more than `most` of its newest 64 groups were skipped: a letter begins with the
+-- number of groups that had ended, so that of the oldest of most + 1 letters tells.
+local function skip_draw(keys, task, draw, letter, most)
+  redis.call('SETBIT', keys.skipped, draw, 1)
+  redis.call('HINCRBY', keys.progress, 'skipped', 1)
+  local counts = redis.call('HMGET', keys.progress, 'produced_groups', 'skipped', 'skips_from')
+  local ended = num(counts[1]) + num(counts[2])
+  redis.call('LPUSH', keys.skips, int(ended) .. ' ' .. int(now_ms()) .. ' ' .. letter)
+  redis.call('LTRIM', keys.skips, 0, 9999)
+  local oldest = tonumber(string.match(redis.call('LINDEX', keys.skips, most) or '', '^%d+'))
+  if oldest and oldest > math.max(ended - 64, num(counts[3])) then
+    local why = int(most + 1) .. ' of the last ' .. int(ended - oldest + 1) .. ' groups were skipped'
+    stop_task(keys.progress, task, why, keys.bell_trainer, keys.events)
+  end
 end
 
 -- Count a failed try, and its cause: at most 8 causes of a task have a count of their own. Return the failures in a row, if they are `patience`, or `first` while nothing has succeeded, and

@@ -27,7 +27,7 @@ import re
 from dataclasses import dataclass
 
 from buffer.redis.key_table import TABLE, Writer
-from buffer.redis.keys import Keys
+from buffer.redis.keys import LIMITS, Keys
 
 
 def _allow(commands: str) -> str:
@@ -73,11 +73,12 @@ class Role:
     more: tuple[str, ...] = ()  # further commands
     sees: bool = True  # whether the user may read the run
     judging: str = ""  # commands on rq's keys of the run's judge queue
+    calls: bool = False  # whether it makes calls under limits, which all runs share
 
 
 ROLES = {
     "producer": Role(_writable("producer"), (_LOAD_SCRIPTS,)),
-    "worker": Role(_writable("worker"), (_TRANSACTION,), judging=_RQ),
+    "worker": Role(_writable("worker"), (_TRANSACTION,), judging=_RQ, calls=True),
     # a judge may execute code that a model wrote, so it sees nothing of the run
     "judge": Role(more=(_TRANSACTION,), sees=False, judging=_RQ),
     "trainer": Role(("*",), (_FIND_RUNS, _LOAD_SCRIPTS, "+publish")),
@@ -86,6 +87,7 @@ ROLES = {
         ("*",),
         (_FIND_RUNS, _LOAD_SCRIPTS, "+publish", _TRANSACTION, "+memory|usage"),
         judging="+unlink",  # with the run
+        calls=True,
     ),
 }
 
@@ -119,14 +121,15 @@ def acl_line(run: str, role: str, password: str) -> str:
     if chosen.sees:
         rules += [
             f"&{keys.control} {_SUBSCRIBE}",
-            f"%R~{keys.prefix}*",
+            f"%R~{keys.prefix}* %R~{LIMITS}*",
             # lengths and live judges, for doctor; the jobs themselves hold texts
             f"%R~rq:queue:{queue} %R~rq:workers:{queue} %R~rq:worker:{queue}:*",
             _READ,
-            f"(~{keys.prefix}* +evalsha)",
+            f"(~{keys.prefix}* ~{LIMITS}* +evalsha)",
         ]
     if chosen.writes:
         written = " ".join(f"~{keys.prefix}{name}" for name in chosen.writes)
+        written += f" ~{LIMITS}*" if chosen.calls else ""
         rules.append(f"({written} {_WRITE})")
     if chosen.judging:
         found = " ".join(f"~{key.format(queue=queue, job=keys.judge_jobs)}" for key in _JUDGE_KEYS)

@@ -198,6 +198,7 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     metrics |= {
         "async/failed_tries": total("failed"),
         "async/filtered_groups": total("filtered"),
+        "async/skipped_groups": total("skipped"),
         **{
             f"async/{name}": total(name)
             for name in ("expirations", "ended_early", "discarded_tokens", "produced_samples")

@@ -21,6 +21,7 @@ from buffer.errors import RolloutMQError
 from buffer.redis.retry import Backoff
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
+from producer_workers.call_turns import Turns
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.base import (
     EngineDeadError,
@@ -36,6 +37,7 @@ from producer_workers.engines.http.server import (
     Piece,
     ServerGone,
     ServerRefusal,
+    TooManyRequests,
     applies_structure,
     check_logprobs,
     gather_quietly,
@@ -66,6 +68,9 @@ class HttpRequest(GrowingResponse):
 
     def prompt(self) -> list[int]:
         return [*self._prompt, *self.token_ids]
+
+    def most_tokens(self) -> int:
+        return self._params.after(len(self.token_ids)).max_tokens
 
     def sampling(self) -> dict[str, Any]:
         """Return all sampling fields for the next part: servers have their own defaults."""
@@ -104,6 +109,8 @@ class HttpEngine:
         kind = ServerAdapters if config.weights == "adapters" else ServerWeights
         self._weights = kind(self._server, config, model_dir)
         self.structures_output = False
+        self.turns: Turns | None = None
+        """of its requests, under [engine] limit"""
         self.max_model_len: int | None = None
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
@@ -280,6 +287,20 @@ class HttpEngine:
             part.result()
 
     async def _read(self, request: HttpRequest) -> None:
+        if self.turns is None:
+            await self._stream(request)
+            return
+        while True:
+            prompt = len(request.prompt())
+            async with self.turns.turn(prompt + request.most_tokens()) as turn:
+                try:
+                    await self._stream(request)
+                    turn.used(len(request.prompt()))
+                    return
+                except TooManyRequests as refusal:
+                    turn.refused(refusal.retry_after_s)
+
+    async def _stream(self, request: HttpRequest) -> None:
         try:
             async for piece in self._server.stream(request.prompt(), request.sampling()):
                 request.receive(piece)

@@ -17,7 +17,14 @@ import orjson
 from buffer.errors import ModelError, NoAnswer, ServiceAway
 from producer_workers.engines.base import EngineError, GenerationError, Scores
 from producer_workers.engines.http.event_stream import EventTooLong, event_data
-from producer_workers.http_client import LONGEST_ANSWER, LONGEST_REASON, Answer, ask
+from producer_workers.http_client import (
+    LONGEST_ANSWER,
+    LONGEST_REASON,
+    TOO_MANY,
+    Answer,
+    ask,
+    retry_after_s,
+)
 
 T = TypeVar("T")
 
@@ -42,6 +49,12 @@ MIN_DISTANCE = 1e-3  # in nats; a smaller difference between logprobs proves not
 
 class ServerGone(ModelError):
     """The server is unreachable, or reports that its engine is dead."""
+
+
+class TooManyRequests(GenerationError):
+    """The server refused a request because of a limit of its own."""
+
+    retry_after_s: float | None = None
 
 
 class ServerAway(ServerGone):
@@ -169,7 +182,11 @@ class CompletionServer:
                     refused = Answer(
                         response.status, said, True, response.headers.get("Location", "")
                     )
-                    raise GenerationError(f"{self.url} {refused.problem}")
+                    kind = TooManyRequests if response.status == TOO_MANY else GenerationError
+                    refusal = kind(f"{self.url} {refused.problem}")
+                    if isinstance(refusal, TooManyRequests):
+                        refusal.retry_after_s = retry_after_s(response.headers)
+                    raise refusal
                 async for data in event_data(response.content.iter_any(), MAX_EVENT_BYTES):
                     if data == LAST_EVENT:
                         return

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from rolloutmq.extensions.demo.warm_start import Demonstration, WarmStartProgress
 
+LINE_EVERY_S = 5.0  # between two lines of progress where there is no terminal for a bar
+
 
 class DemoModel:
     """The model that [tiny_model] describes and [warm_start] trains."""
@@ -33,8 +35,13 @@ class DemoModel:
 
         Raises ConfigError, DatasetError where there are no problems to train it with.
         """
+        import torch
+
         from rolloutmq.extensions.demo.warm_start import warm_start
 
+        # Two threads wait for each other many times a millisecond in a model this small: beside
+        # other processes, a step took 16 times the processor time.
+        torch.set_num_threads(1)
         config = self._config
         folder = config.run.folder / "model"
         console = open_console()
@@ -52,15 +59,21 @@ class DemoModel:
         random_model = config.run.folder / "model.random"
         shutil.rmtree(random_model, ignore_errors=True)
         build_tiny_model(random_model, config.tiny_model, config.run.seed)
-        started = time.monotonic()
-        console.print(f"warm start: at most {most} steps")  # a log shows the bar only at its end
+        started = shown = time.monotonic()
+        goal = config.warm_start.stop_accuracy
+        console.print(f"warm start: at most {most} steps, until accuracy {goal:.2f}")
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
+        is_terminal = console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=not is_terminal) as bar:
             job = bar.add_task("", total=most)
 
             def show(now: WarmStartProgress) -> None:
+                nonlocal shown
                 what = f"step {now.step} · loss {now.loss:.3f} · accuracy {now.accuracy:.2f}"
                 bar.update(job, completed=now.step, description=what)
+                if not is_terminal and time.monotonic() - shown >= LINE_EVERY_S:
+                    shown = time.monotonic()
+                    console.print(f"warm start: {what}")
 
             warm_start(random_model, folder, self._problems(), config.warm_start, show)
         shutil.rmtree(random_model)
@@ -69,6 +82,8 @@ class DemoModel:
     def _problems(self) -> list[Demonstration]:
         from rolloutmq.extensions.demo.warm_start import read_problems
 
+        if path := self._config.warm_start.path:
+            return read_problems(path)
         found: list[Demonstration] = []
         for name, task in self._config.tasks.items():
             if task.eval_of is None and task.dataset.is_generated:
@@ -80,7 +95,7 @@ class DemoModel:
         if not found:
             raise ConfigError(
                 "there are no problems to warm-start a model with",
-                hint="set warm_start_size of a reasoning_gym data set, or [policy] model "
-                "to one that knows the task",
+                hint="set [warm_start] path, or warm_start_size of a reasoning_gym data set, or "
+                "[policy] model to one that knows the task",
             )
         return found

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from buffer.errors import DatasetError
 from buffer.weights.new_folder import new_folder
 from consumer.grpo.models.model_folder import load_model, load_tokenizer, save_model
+from producer_workers.datasets.records import HINT, problem_of
 from rolloutmq.config.small_model import WarmStartConfig
 
 IGNORED = -100  # the default of `cross_entropy` for positions without a loss
@@ -47,9 +48,9 @@ ProgressCallback = Callable[[WarmStartProgress], None]
 
 
 def read_problems(path: Path) -> list[Demonstration]:
-    """Return the problems of a JSONL file, one object per line, with "messages" and "ground_truth".
+    """Return the problems of a JSONL file in the form of a data set, with their answers.
 
-    Other keys are ignored. Raises DatasetError with the number of the line.
+    Raises DatasetError with the number of the line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -172,11 +173,11 @@ def _pad(examples: Sequence[_Example]) -> tuple[Tensor, Tensor]:
 
 def _parse(line: bytes, where: str) -> Demonstration:
     try:
-        record = orjson.loads(line)
-        return Demonstration(record["messages"], str(record["ground_truth"]))
+        problem = problem_of(orjson.loads(line))
     except orjson.JSONDecodeError as error:
         raise DatasetError(f"{where}: not valid JSON: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise DatasetError(
-            f"{where}: not a problem: {error!r}", hint="a line needs messages and ground_truth"
-        ) from error
+    except ValueError as error:
+        raise DatasetError(f"{where}: not a problem: {error}", hint=HINT) from error
+    if problem.ground_truth is None:
+        raise DatasetError(f"{where}: there is no answer", hint=HINT)
+    return Demonstration(problem.messages, str(problem.ground_truth))

@@ -17,7 +17,7 @@ import aiohttp
 from buffer.errors import RolloutMQError, ServiceAway, WireError
 from buffer.wire.foreign_json import read_json
 from producer_workers.http_client import AWAY, ask
-from producer_workers.user_code.border import check_numbers
+from producer_workers.user_code.border import check_numbers, raise_skip
 from rolloutmq.extensions.gateway.agents import AgentTask
 
 RUN_ID = "_ng_rollout_id"
@@ -53,6 +53,7 @@ async def play(task: AgentTask, *, url: str) -> dict[str, float]:
 
 
 def _reward(verified: dict[str, Any]) -> dict[str, float]:
+    raise_skip(verified)
     if verified.get("mask_sample"):
         why = [str(verified[n]) for n in ("failure_kind", "failure_reason") if verified.get(n)]
         raise GymFailure(f"the run is no measurement: {': '.join(why) or 'mask_sample'}")

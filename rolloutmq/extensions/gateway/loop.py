@@ -13,12 +13,14 @@ is in its response, with mask 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
 from itertools import chain, groupby
 from typing import Any, ClassVar, Literal
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
+from buffer.ids import split_group_id
 from buffer.job import Job
 from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
@@ -31,6 +33,7 @@ from producer_workers.agent_loops.mcp_server import keep_loopback_direct
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
+from producer_workers.call_turns import Turns
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
@@ -116,12 +119,17 @@ class GatewayAgentLoop(AgentLoop):
         self._parser = tool_parser(parser, tokenizer) if parser else None
         self._gateway = gateway or Gateway()
         self._trains_all = train == "all"
+        self._turns: Callable[[str], Turns] | None = None  # by task, under [gateway] limit
 
     @classmethod
     def of_worker(
         cls, config: ProducingConfig, run: Run, tasks: Collection[str], **given: Any
     ) -> AgentLoop:
-        return cls(gateway=Gateway.shared(section_of(config)), **given)
+        section = section_of(config)
+        loop = cls(gateway=Gateway.shared(section), **given)
+        if section.limit:
+            loop._turns = cache(partial(section.limit.turns, run, service="agents"))
+        return loop
 
     def resume(self, group: RolloutGroup) -> RolloutGroup:
         if not group.turns:
@@ -218,7 +226,7 @@ class GatewayAgentLoop(AgentLoop):
             )
 
         try:
-            earned = await self._run(begin, sessions)
+            earned = await self._run(begin, sessions, split_group_id(gid)[0])
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
             earned = {EVERY_ROLE: dict(error.earned)} if error.earned and not self._judge else None
@@ -254,8 +262,12 @@ class GatewayAgentLoop(AgentLoop):
         session.unsent = [*finished] if self.answers_again else []
         return session
 
-    async def _run(self, begin: Begin, sessions: AgentSessions) -> Earned | None:
-        running = asyncio.ensure_future(self._agent.run(begin))
+    async def _run(self, begin: Begin, sessions: AgentSessions, task: str) -> Earned | None:
+        async def play() -> Earned | None:
+            async with self._turns(task).turn() if self._turns else nullcontext():
+                return await self._agent.run(begin)
+
+        running = asyncio.ensure_future(play())
         interrupted = asyncio.ensure_future(sessions.interrupted.wait())
         try:
             done, _ = await asyncio.wait(

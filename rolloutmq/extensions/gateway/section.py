@@ -12,6 +12,7 @@ from pydantic import Field
 from buffer.config.attached import AttachedSection
 from buffer.config.section import YEAR_S
 from buffer.errors import ConfigError
+from producer_workers.config.call_limit import LimitSection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.http_client import is_loopback
 
@@ -39,6 +40,10 @@ class GatewaySection(AttachedSection):
     key_file: Path | None = None
     """private file with the key that opens live sessions, the same for all gateways of a run;
     `rolloutmq gateway` makes it if it is missing
+    """
+    limit: LimitSection | None = None
+    """quota of the agents that workers start, and so of their sandboxes, for all workers together:
+    { requests_per_minute, at_once }; default: none
     """
     session_ttl_s: float = Field(3600.0, gt=0, le=YEAR_S)
     """seconds in which all live sessions of a group must get their rewards; later, the group is

@@ -15,6 +15,7 @@ import importlib.metadata
 import logging
 import re
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from buffer.errors import LONGEST_REASON, LedgerError, RolloutMQError
+from buffer.errors import LONGEST_REASON, RolloutMQError
 from buffer.imports import import_extra
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest
@@ -46,6 +47,7 @@ LAST_TRIES = 3  # at the end of the trainer
 NUMERIC = ("rolloutmq", "torch", "transformers", "numpy")
 """Packages whose version decides about the numbers of a train step."""
 
+_ARCHIVED = re.compile(r" archived_ms=\d+")  # when the server archived a batch, a time
 _NAME = re.compile(r"step-(\d{7,})\.rmq")
 
 
@@ -198,6 +200,7 @@ class Archiver(Observer):
         self._archive = Archive(run.limits.archive)
         self._config = config
         self._versions = versions()
+        self._done = run.ledger.archive.exported()
         self._news = threading.Event()
         self._ended = threading.Event()
         # a trainer that died may have left some
@@ -235,15 +238,16 @@ class Archiver(Observer):
 
     def _copy_new(self) -> None:
         ledger = self._run.ledger
-        exported = ledger.archive.exported()
-        for step in ledger.archive.steps():
-            if step <= exported:
-                continue
-            manifest = ledger.manifest(step)
-            if manifest is None:
-                raise LedgerError(f"the batch of step {step} was freed while it was archived")
-            self._archive.put(step, partial(self._write, manifest))
-            ledger.archive.forget(exported=step)
+        _, committed, freed = ledger.steps()
+        first = max(self._done + 1, ledger.archive.steps().start)
+        for step in range(first, committed + 1):
+            if manifest := ledger.manifest(step):
+                self._archive.put(step, partial(self._write, manifest))
+            else:
+                log.error("the server has lost the batch of step %d: it is not archived", step)
+            self._done = step
+            # those that a kept checkpoint may need again are copied at each start of a trainer
+            ledger.archive.forget(exported=min(step, freed))
 
     def _write(self, manifest: Manifest, path: Path) -> None:
         run = self._run
@@ -251,9 +255,10 @@ class Archiver(Observer):
             run=run.name,
             run_nonce=run.nonce,
             step=manifest.step,
-            manifest=manifest.lines,
+            manifest=[_ARCHIVED.sub("", manifest.header), *manifest.lines[1:]],
             config=self._config,
             versions=self._versions,
+            threads=torch.get_num_threads() if (torch := sys.modules.get("torch")) else 0,
         )
         refs = [entry.payload for entry in manifest.entries]
 

@@ -60,6 +60,8 @@ class StepFacts(BaseModel):
     """of the trainer, without secrets"""
     versions: dict[str, str]
     """of packages that decide about numbers, by name"""
+    threads: int = 0
+    """with which torch computes in the trainer; 0: without torch"""
 
 
 class StepFile:

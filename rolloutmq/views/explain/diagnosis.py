@@ -7,6 +7,7 @@ rights), and is then left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -131,6 +132,14 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
         what = f"no worker is alive; {plural(snap.unclaimed, 'group')} waiting for one"
         fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
         yield stuck("worker/none", what, fix, since)
+    waits = Counter[str]()
+    for worker in snap.live_workers:
+        waits[worker.quota.replace("+", " ")] += worker.quota_waits
+    for quota, calls in waits.items():
+        if calls:
+            what = f"{plural(calls, 'call')} waiting for the quota of {quota}"
+            fix = "no try and no time limit is used up meanwhile; see `limit`"
+            yield note("worker/quota", what, fix)
     for worker in snap.workers:
         if worker.is_barred:
             others = any(not other.is_barred for other in snap.live_workers)

@@ -21,7 +21,7 @@ MAX_TRIES = 2
 TAIL_TRIES = 2
 STAGES = (
     "waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead",
-    "filtered", "dropped",
+    "filtered", "dropped", "skipped",
 )  # fmt: skip
 LEASE_MS = 1_000_000
 """None runs out by itself, however long a machine takes for a history."""
@@ -249,7 +249,7 @@ class Model:
         return len(old)
 
     def readable(self, group: Group) -> bool:
-        return group.stage not in ("archived", "filtered", "dropped")
+        return group.stage not in ("archived", "filtered", "dropped", "skipped")
 
     def held_bytes(self, group: Group) -> int:
         """I12: the prompt until the group ends, and the result until it ends or starts again from

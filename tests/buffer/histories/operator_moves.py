@@ -45,7 +45,9 @@ class OperatorMoves(World):
             return
         before = group.stage
         revoke = group.owner if by_name else ""
-        if before in ("taken", "archived", "filtered") or (before == "running" and not by_name):
+        if before in ("taken", "archived", "filtered", "skipped") or (
+            before == "running" and not by_name
+        ):
             with pytest.raises(GroupHeld):
                 self.scene.run.jobs.drop(group.gid, revoke=revoke)
             return

@@ -34,10 +34,11 @@ class ProducerMoves(World):
             if gid in self.groups:  # after a loss: it came in before the cursor got there
                 drawn += 1
                 continue
-            size = len(prompt(gid, number)) if number else 0
-            self.groups[gid] = Group(gid, "waiting" if number else "dropped", prompt_bytes=size)
+            size = len(prompt(gid, number)) if number > 0 else 0
+            stage = "waiting" if number > 0 else "skipped" if number else "dropped"
+            self.groups[gid] = Group(gid, stage, prompt_bytes=size)
             drawn = drawn + 1
-            started = started + bool(number)
+            started = started + (number > 0)
         self.tasks[task].cursor += drawn
         done = self.scene.enqueue(0, task=task, samples=samples, target=target)
         assert (done.count, done.cursor, done.refusal) == (

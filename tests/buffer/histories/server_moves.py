@@ -10,6 +10,7 @@ from typing import Any
 
 from buffer.ids import IMPORTED_FROM, group_id, split_group_id
 from buffer.job import PayloadRef
+from buffer.ledger.ended_draws import note_draws
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.manifest import Manifest
@@ -54,7 +55,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
     def write_checkpoint(self, batches: dict[int, Manifest], step: int) -> None:
         self.trained = {number: batches[number] for number in range(1, step + 1)}
         self.thresholds_of_trained |= self.thresholds
-        position = Position(cursors={task: self.tasks[task].cursor for task in TASKS})
+        position = Position()
+        note_draws(self.scene.run.context, position)
+        assert position.cursors == {task: self.tasks[task].cursor for task in TASKS}
         for manifest in self.trained.values():
             position.add(manifest)
             for entry in manifest.entries:
@@ -121,6 +124,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         self.archive(
             gid for manifest in self.trained.values() for gid in manifest.gids if gid not in living
         )
+        self.skip(living)
         if lives:
             with self.store.dying("", lives):
                 self.open_with_position()
@@ -216,6 +220,14 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
 
     def count(self, task: str, step: int) -> int:
         return sum(split_group_id(gid)[0] == task for gid in self.trained[step].gids)
+
+    def skip(self, living: set[str]) -> None:
+        """What the checkpoint knows to be skipped is not drawn again."""
+        for task, draws in self.position.skipped.items():
+            for gid in (group_id(task, int(n)) for n in draws.to_bools().nonzero()[0]):
+                if gid not in living:
+                    group = self.groups.setdefault(gid, Group(gid))
+                    group.stage, group.token, group.result = "skipped", "", ""
 
     def archive(self, gids: Iterable[str]) -> None:
         for gid in sorted(gids):

@@ -56,10 +56,10 @@ lives = st.sampled_from([0, 0, 1, 2, 3, 5])
 few = st.integers(0, 3)
 some = st.integers(1, 4)
 outcome = st.sampled_from(["completed", "aborted", "aborted", "filtered"])
-kind = st.sampled_from(["handback", "aborted", "failed", "lost"])
+kind = st.sampled_from(["handback", "aborted", "failed", "lost", "skipped"])
 pool = st.sampled_from(["aborted", "expired"])
 mode = st.sampled_from(["abort", "drain", "keep", "run"])
-samples = st.lists(st.sampled_from([1, 1, 1, 0]), min_size=1, max_size=6)
+samples = st.lists(st.sampled_from([1, 1, 1, 1, 0, -1]), min_size=1, max_size=6)
 
 COMMON = [
     moves("produce", worker=worker, task=task, number=some),

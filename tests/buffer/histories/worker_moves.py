@@ -228,7 +228,10 @@ class WorkerMoves(World):
             return
         group.tries -= 1
         group.token = ""
-        if kind == "aborted":
+        if kind == "skipped":
+            group.stage = "skipped"
+            group.result = ""
+        elif kind == "aborted":
             group.aborts += 1
             # interrupted too often, and without tokens to lose: it waits for the tail batch
             group.stage = (

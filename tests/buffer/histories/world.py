@@ -49,6 +49,7 @@ class World(Model):
             role_timeout_ms=3 * LEASE_MS,
             token_threshold=tokens,
             max_tries=MAX_TRIES,
+            max_skipped_share=1.0,
             on_straggler=on_straggler,
             tail_batch_max_tries=TAIL_TRIES,
             order=order,

@@ -14,13 +14,15 @@ from tests.buffer.scene import FIRST, Scene
 
 def every_move_keeps_the_account(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")
-    scene.enqueue(8, samples=[2, 2, 2, 2, 2, 2, 2, 0])
-    ready, useless, aborted, failed, silent, fenced, *_ = scene.claim(7)
+    scene.enqueue(10, samples=[2] * 8 + [0, -1])
+    ready, useless, aborted, failed, silent, fenced, absurd, *_ = scene.claim(8)
     scene.check()
     scene.submit(ready)
     scene.submit(useless, filtered=True)
     scene.submit(aborted, status=Status.ABORTED)
     scene.run.jobs.release("w0", failed, "failed")
+    scene.check()
+    assert scene.run.jobs.release("w0", absurd, "skipped", "no page") == "skipped"
     scene.check()
     scene.take_back(silent.gid)
     scene.check()

@@ -12,8 +12,8 @@ from buffer.redis.key_fields import Damage, lasting
 from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 
-WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
-    group_id("math", i) for i in range(9)
+WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED, SKIPPED = (
+    group_id("math", i) for i in range(10)
 )
 
 
@@ -21,8 +21,9 @@ WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
 def busy(make_scene: Callable[..., Scene]) -> Scene:
     scene = make_scene(max_tries=1)
     scene.open_trainer()
-    scene.enqueue(9, samples=[2] * 8 + [0])
-    jobs = {job.gid: job for job in scene.claim(8)}
+    scene.enqueue(10, samples=[2] * 8 + [0, 2])
+    jobs = {job.gid: job for job in scene.claim(9)}
+    scene.run.jobs.release("w0", jobs[SKIPPED], "skipped", "no page")
     scene.run.jobs.release("w0", jobs[WAITING], "handback")
     scene.submit(jobs[ABORTED], status=Status.ABORTED)
     scene.submit(jobs[FILTERED], filtered=True)
@@ -48,15 +49,15 @@ def member(scene: Scene, gid: str) -> str:
 
 
 def test_account_names_every_place(busy: Scene) -> None:
-    stages = [busy.run.account.stages("math", i) for i in range(9)]
+    stages = [busy.run.account.stages("math", i) for i in range(10)]
     assert stages == [
         ["waiting"], ["running"], ["pool"], ["pool"], ["taken"], ["archived"], ["filtered"],
-        ["dead"], ["dropped"],
+        ["dead"], ["dropped"], ["skipped"],
     ]  # fmt: skip
     task = busy.run.account.totals().tasks[0]
     once = {name: 1 for name in task.stages if name != "expired"}
     assert task.stages == once | {"expired": 0}
-    assert (task.enqueued, task.cursor, task.consumed) == (9, 9, 2)
+    assert (task.enqueued, task.cursor, task.consumed) == (10, 10, 2)
 
 
 def test_fsck_separates_entries_of_two_lanes_that_have_the_same_id(scene: Scene) -> None:
@@ -82,7 +83,7 @@ def test_fsck_finds_a_group_in_two_pools(busy: Scene, pool: str) -> None:
     found = audit(busy)
     assert found.doubled == [f"{READY} (pool, pool)"]
     assert found.faults == [
-        "math: 9 enqueued, but 10 in all stages",
+        "math: 10 enqueued, but 11 in all stages",
         f"{busy.keys.pool('math', pool)} has '{READY}', and no record says so",
     ]
 
@@ -104,7 +105,8 @@ def test_fsck_finds_a_group_in_two_batches_and_one_that_is_ready_though_taken(bu
 
 
 def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
-    counted = ("enqueued", "cursor", "running", "taken", "archived", "dead", "filtered", "dropped")
+    counted = ("enqueued", "cursor", "running", "taken", "archived", "dead", "filtered", "dropped",
+               "skipped")  # fmt: skip
     for field in counted:
         for by in (1, -1):
             busy.raw.hincrby(busy.keys.progress("math"), field, by)
@@ -122,7 +124,7 @@ def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
     busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
     busy.raw.zadd(busy.keys.dead, {TAKEN: 1})
     found = audit(busy)
-    assert (found.checked, found.lost) == (9, [READY])
+    assert (found.checked, found.lost) == (10, [READY])
     assert found.doubled == [f"{TAKEN} (taken, dead)", f"{TAKEN} (batch 2 of train; taken, dead)"]
 
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from buffer.ids import GID, group_id
+from buffer.ids import ENDS, GID, group_id
 from buffer.job import Job
 from tests.buffer.scene import Scene
 
@@ -82,7 +82,7 @@ def with_an_end(scene: Scene, gid: str) -> None:
 
 
 def without_its_end(scene: Scene, gid: str) -> None:
-    for end in ("archived", "filtered", "dropped"):
+    for end in ENDS:
         scene.raw.setbit(scene.keys.ended("math", end), int(gid[-10:]), 0)
 
 

@@ -63,6 +63,7 @@ class Crew:
 
     fails: Container[str] = ()
     """Groups of which every try fails."""
+    skips: Container[str] = ()
 
     def __init__(
         self, run: Run, targets: dict[str, int], *, silent: bool = False, stamp: int | None = None
@@ -115,6 +116,9 @@ class Crew:
         if state.lanes:
             for job in self._claim(state):
                 self.claimed.append((job.lane, state.mode))
+                if job.gid in self.skips:
+                    self._run.jobs.release(self.worker, job, "skipped", "no page")
+                    continue
                 if job.gid in self.fails:
                     self._run.jobs.release(self.worker, job, "failed", "ValueError: no")
                     continue
@@ -162,11 +166,12 @@ def at_work(
     silent: bool = False,
     stamp: int | None = None,
     fails: Container[str] = (),
+    skips: Container[str] = (),
     **targets: int,
 ) -> Iterator[Crew]:
     """Run a crew during the test, and raise its failure in the test."""
     crew = Crew(run, targets, silent=silent, stamp=stamp)
-    crew.fails = fails
+    crew.fails, crew.skips = fails, skips
     crew.start()
     try:
         yield crew

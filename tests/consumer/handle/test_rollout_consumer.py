@@ -405,6 +405,19 @@ def test_a_problem_that_fails_for_good_is_part_of_the_result_and_not_replaced(
     assert run.account.fsck().clean
 
 
+def test_an_evaluation_leaves_out_what_is_skipped(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0, fails=quiz(2), skips=quiz(0, 3, 4, 5)):
+        found = consumer.evaluate("quiz", 4)
+        nothing = consumer.evaluate("quiz", 2)
+        last = consumer.evaluate("quiz", 1)
+    assert [group.gid for group in found] == quiz(1)
+    assert (sorted(found.failed), sorted(found.skipped)) == (quiz(2), quiz(0, 3))
+    assert (list(nothing), nothing.failed, sorted(nothing.skipped)) == ([], {}, quiz(4, 5))
+    assert ([group.gid for group in last], last.failed, last.skipped) == (quiz(6), {}, set())
+    assert run.account.fsck().clean
+
+
 def test_an_evaluation_of_which_all_fails_ends(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=0, fails=quiz(0, 1)):

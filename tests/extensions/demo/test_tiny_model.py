@@ -81,7 +81,7 @@ def test_warm_start_gives_the_same_weights_when_the_seed_is_the_same(
     assert one == two
 
 
-@pytest.mark.parametrize("line", [b"not json", b'{"messages": []}', b"[1]"])
+@pytest.mark.parametrize("line", [b"not json", b'{"messages": []}', b"[1]", b'{"question": "1"}'])
 def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: bytes) -> None:
     good = orjson.dumps(
         {"messages": [{"role": "user", "content": "1"}], "ground_truth": 1, "other": None}
@@ -90,5 +90,5 @@ def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: 
     file.write_bytes(good + b"\n\n" + line)
     with pytest.raises(DatasetError, match=r"problems\.jsonl:3"):
         read_problems(file)
-    file.write_bytes(good)
-    assert read_problems(file) == [Demonstration([{"role": "user", "content": "1"}], "1")]
+    file.write_bytes(good + b'\n{"question": "1", "answer": 1}')
+    assert read_problems(file) == 2 * [Demonstration([{"role": "user", "content": "1"}], "1")]

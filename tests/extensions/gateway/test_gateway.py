@@ -5,7 +5,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
+from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
+from buffer.ids import new_nonce
+from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
@@ -24,7 +27,9 @@ from producer_workers.engines.base import EngineDeadError, Generation
 from producer_workers.judges.judge import FunctionJudge
 from rolloutmq.extensions.gateway.agents import AgentTask
 from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
+from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.testing import RehearsalError, rehearse
+from tests.buffer.scene import Scene
 from tests.extensions.gateway.test_recorded_tokens import Killed
 from tests.producer_workers.agents import PROGRAM, TOOL, ask
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
@@ -489,3 +494,34 @@ def test_the_agent_in_the_readme_works_as_written(
     (state,) = run(loop_of(chat, "my_agent:solve"), engine, questions("2 + 2?"))
     engine.check([state])
     assert "Are you sure?" in chat.decode(state.response_ids)
+
+
+def test_agents_of_all_tasks_start_under_one_limit(chat: Any) -> None:
+    limit, most = GatewaySection(limit={"at_once": 2}).limit, 0
+    assert limit
+
+    async def play() -> list[RolloutState]:
+        nonlocal most
+        with closing(Store("memory://")) as store:
+            scene = Scene(store, store.client, new_nonce())
+            running = 0
+
+            async def agent(task: AgentTask) -> float:
+                nonlocal most, running
+                running += 1
+                most = max(most, running)
+                await ask(task, list(task.messages))
+                running -= 1
+                return 1.0
+
+            loop = loop_of(chat, agent)
+            loop._turns = cache(partial(limit.turns, scene.run, service="agents"))
+            try:
+                return await loop.generate_group(
+                    questions(*"abcdef"), Recorder(chat), "math-0000000001"
+                )
+            finally:
+                await loop.close()
+
+    assert [state.reward for state in asyncio.run(play())] == [{"score": 1.0}] * 6
+    assert most == 2

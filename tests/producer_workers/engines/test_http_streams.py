@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import orjson
 import pytest
 from aiohttp import web
 
+from buffer.control.call_limit import CallLimit
 from buffer.redis.retry import Backoff
+from buffer.redis.store import Store
 from buffer.wire.sampling import SampleParams
+from producer_workers.call_turns import Turns
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.base import EngineError, Generation, GenerationError
 from producer_workers.engines.http import engine as http_engine
@@ -21,6 +25,7 @@ from producer_workers.engines.http.event_stream import event_data
 from tests.producer_workers.engines.conftest import FIRST, Run
 
 LAST = b"data: [DONE]\n\n"
+REFUSAL = b"429"
 
 
 def told(tokens: Sequence[int], finish: str | None = None) -> bytes:
@@ -64,7 +69,10 @@ class Server:
         asked = await request.json()
         if asked.get("stream"):
             self.asked.append(asked["prompt"])
-            return web.Response(body=self.streams[min(len(self.asked), len(self.streams)) - 1])
+            body = self.streams[min(len(self.asked), len(self.streams)) - 1]
+            if body == REFUSAL:
+                return web.Response(status=429, headers={"Retry-After": "0.5"})
+            return web.Response(body=body)
         heat = asked.get("temperature", 1.0)
         two = {"3": -0.5 / heat, "4": -1.5 / heat}
         choice = {"text": "", "logprobs": {"top_logprobs": [two]}}
@@ -190,3 +198,26 @@ def test_an_event_that_cannot_be_read_is_an_error_that_names_its_server(
 def test_a_server_of_another_kind_is_refused_by_its_url(run: Run[Any], models: bytes) -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:\d+/v1/models"):
         run(sampled(Server(models=models)))
+
+
+def test_requests_wait_for_their_turns_and_a_refusal_is_no_part_without_tokens(
+    run: Run[Any],
+) -> None:
+    server = Server(
+        *[REFUSAL] * (http_engine.FRUITLESS + 1), b"data: " + told([5], "stop") + b"\n\n"
+    )
+
+    async def play(store: Store) -> Generation:
+        async with server as url:
+            engine = HttpEngine(HttpConfig(url=url, weights="static"), Path(), FIRST)
+            engine.turns = Turns(store, CallLimit("hosted", at_once=1), "run engine", 10_000)
+            await engine.start()
+            try:
+                prompt = np.array([9, 9], "<i4")
+                return await engine.generate("g/0", prompt, SampleParams(max_tokens=8))
+            finally:
+                await engine.shutdown()
+
+    with closing(Store("memory://")) as store:
+        assert run(play(store)).token_ids.tolist() == [5]
+    assert len(server.asked) == 1 + http_engine.FRUITLESS + 2

@@ -10,7 +10,7 @@ import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.j
 import { findings } from "./findings.js";
 import { PANELS, Panel } from "./panels.js";
 
-const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
+const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "skipped", "dead"];
 const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
 const LEVELS = { warning: "near", error: "bad" };
 const choice = { runs: null, own: null, all: [], tags: {}, smoothing: 0, x: "step", task: "" };

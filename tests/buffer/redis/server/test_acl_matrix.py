@@ -34,15 +34,17 @@ CHANGING = 2
 ALL = "producer worker trainer operator"
 TIDY = "producer trainer operator"
 STEER = "trainer operator"
+CALLS = "worker trainer operator"
 
 WRITES = {
     "meta": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "report": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
     "group:<gid>": ALL, "age:<task>": ALL, "leases": ALL, "pool:<task>:<status>": ALL,
     "payload:<gid>:<token>": ALL, "garbage": ALL, "bytes": ALL, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
-    "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
+    "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "ended:<task>:skipped": ALL, "skips:<task>": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
     "worker:<id>": ALL, "bad_submissions": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
     "events": ALL,
+    **dict.fromkeys(("limit", "limit_queue", "limit_turns", "limit_callers", "limit_caller:<caller>"), CALLS),
 }  # fmt: skip
 """Roles that may write a kind of key."""
 
@@ -54,6 +56,9 @@ CHANGES = {
     **dict.fromkeys(
         ("beat", "commit", "create_run", "dissolve_batch", "enqueue", "forget", "producer_open",
          "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
+    ),
+    **dict.fromkeys(
+        ("permit",), CALLS
     ),
     **dict.fromkeys(
         ("unbar_worker", "control", "publish_weights", "quarantine", "report", "trainer_open", "list_weights"), STEER
@@ -76,7 +81,7 @@ itself.
 
 NAMES = {
     "task": "math", "lane": "fresh", "status": "completed", "who": "workers", "gid": "math-0000000001", "token": "t",
-    "name": "train", "step": "1", "id": "w0", "lineage": "l0", "version": "1",
+    "name": "train", "step": "1", "id": "w0", "caller": "c", "lineage": "l0", "version": "1",
 }  # fmt: skip
 
 

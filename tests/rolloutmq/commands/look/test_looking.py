@@ -17,10 +17,11 @@ from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from tests.rolloutmq.conftest import ROOT, Command, json_of
-from tests.rolloutmq.populate import Scene, write_samples
+from tests.rolloutmq.populate import ESCAPE, Scene, write_samples
 
 PLACES = {"waiting": 4, "running": 1, "completed": 1, "aborted": 1, "expired": 0, "taken": 1,
-          "archived": 2, "dead": 1, "filtered": 1, "dropped": 0}  # fmt: skip
+          "archived": 2, "dead": 1, "filtered": 1, "dropped": 0,
+          "skipped": 0}  # fmt: skip
 
 
 def gid(draw: int) -> str:
@@ -91,6 +92,21 @@ def test_ls_filters_by_the_indexes(
     assert [row["gid"] for row in json_of(command("ls", "--json", *filters))] == [
         gid(draw) for draw in draws
     ]
+
+
+def test_ls_tells_which_rows_were_skipped_and_why(scene: Scene, command: Command) -> None:
+    (job,) = scene.claim("w1", 1)
+    row = {"row": 3, "epoch": 0, "id": ESCAPE}
+    scene.run.jobs.release("w1", job, "skipped", f"no {ESCAPE}page", record=row)
+    (found,) = json_of(command("ls", "--stage", "skipped", "--json"))
+    assert (found["gid"], found["worker"], found["row"], found["epoch"]) == (job.gid, "w1", 3, 0)
+    assert "page" in found["reason"]
+    assert json_of(command("ls", "--stage", "skipped", "--task", "exam", "--json")) == []
+    shown = command("ls", "--stage", "skipped").stdout
+    assert job.gid in shown
+    assert ESCAPE not in shown
+    assert command("ls", "--stage", "skipped", "--status", "init").returncode == 2
+    assert json_of(command("fsck", "--json"))["clean"]
 
 
 def test_show_tells_text_rewards_and_versions(scene: Scene, command: Command) -> None:

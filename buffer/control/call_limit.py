@@ -1,0 +1,106 @@
+"""Limits on calls of a service, which all processes of all runs on a server keep together.
+
+    limit    the quota: calls and tokens a minute, calls in progress; runs that name it share it
+    flow     a task of a run; flows that wait have one turn each, by round robin
+    caller   what makes the calls of one flow in one process; it holds what it may do for a lease
+
+If a caller dies, its slots are free again after the lease, and permits that it did not use are lost
+(at most those of half a second). A server that lost its data learns the slots from the next calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from buffer.ids import new_nonce
+from buffer.redis.keys import LIMITS, Keys
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
+
+MOST_WANTED = 64
+"""Calls for which one caller waits at the server at once; further ones wait in the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimit:
+    """A quota, by its name. 0: without this limit."""
+
+    name: str
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    at_once: int = 0
+
+    def __str__(self) -> str:
+        numbers = {
+            "requests a minute": self.requests_per_minute,
+            "tokens a minute": self.tokens_per_minute,
+            "at once": self.at_once,
+        }
+        words = (f"{number} {unit}" for unit, number in numbers.items() if number)
+        return f"{self.name} ({', '.join(words)})"
+
+
+@dataclass(slots=True)
+class CallerState:
+    """What a caller reports: numbers since it began, and the tokens of each call that it wants.
+
+    `known`: permits that it got; `ended`: those of them whose calls ended; `unused`: tokens that
+    these had permits for and did not use; `refused`: calls that the service refused, the last time
+    for `pause_s` seconds.
+    """
+
+    known: int = 0
+    ended: int = 0
+    unused: int = 0
+    refused: int = 0
+    pause_s: float = 0.0
+    wanted: Sequence[int] = ()
+
+
+class Permits(NamedTuple):
+    """`delays_s`: of each new permit, the time until its call may be made.
+
+    `again_s`: when the caller must ask again, unless its bell rings; 0: it need not.
+    """
+
+    again_s: float
+    delays_s: tuple[float, ...]
+
+
+class Caller:
+    """Asks for the permits of one flow, for one process."""
+
+    def __init__(self, store: Store, limit: CallLimit, flow: str, lease_ms: int) -> None:
+        self.limit = limit
+        self._keys = Keys(limit.name, LIMITS)
+        self._store = store.at(self._keys.prefix)
+        self._id = new_nonce()
+        self._fixed: dict[str, Arg] = {
+            "caller": self._id,
+            "flow": flow,
+            "lease_ms": lease_ms,
+            "requests": limit.requests_per_minute,
+            "tokens": limit.tokens_per_minute,
+            "at_once": limit.at_once,
+        }
+
+    def ask(self, state: CallerState) -> Permits:
+        """Report, and return the permits behind `state.known`. Raises StoreUnavailable."""
+        args: dict[str, Arg] = {
+            **self._fixed,
+            "known": state.known,
+            "ended": state.ended,
+            "unused": state.unused,
+            "refused": state.refused,
+            "pause_ms": round(1000 * state.pause_s),
+        }
+        wanted = state.wanted[:MOST_WANTED]
+        reply = self._store.call("permit", self._keys.slots(), args, tail_args=wanted)
+        again_s, *delays_s = (int(ms) / 1000 for ms in reply[1:])
+        return Permits(again_s, tuple(delays_s))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until another caller's call gave this one permits, or freed a slot."""
+        return self._store.wait(self._keys.wake_up(self._id), timeout_s)

@@ -1,0 +1,187 @@
+"""Wait for turns under a limit that all processes share (`buffer.control.call_limit`).
+
+    async with turns.turn(tokens) as turn:      # waits here; other limits of time begin inside
+        answer = await …
+        turn.used(answer.tokens)                # or turn.refused(seconds), after a 429
+
+One asyncio task asks for the permits of all calls that wait. It ends when nothing waits and nothing
+is held, and begins again with the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from buffer.control.call_limit import MOST_WANTED, Caller, CallerState, CallLimit
+from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.redis.retry import LogOnce
+from buffer.redis.store import Store
+
+log = logging.getLogger("rolloutmq.worker")
+T = TypeVar("T")
+
+REFUSED_S = 1.0  # pause of all calls after a refusal that does not say for how long
+
+BELL_S = 1.0  # longest wait of a thread for a wake-up, which delays the end of its process
+
+_all: WeakSet[Turns] = WeakSet()
+
+
+class Turn:
+    """One call. `tokens`: those that it may use at most."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.unused = 0
+        self.refused_s: float | None = None
+        self.has_permit = False
+        self.begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def used(self, tokens: int) -> None:
+        self.unused = self.tokens - tokens
+
+    def refused(self, pause_s: float | None) -> None:
+        """Make everybody wait: the service refused the call because of a limit of its own."""
+        self.refused_s = REFUSED_S if pause_s is None else pause_s
+        self.unused = self.tokens
+
+    def begin(self) -> None:
+        if not self.begins.done():
+            self.begins.set_result(None)
+
+
+class Turns:
+    """The turns of one flow's calls. Used on one event loop."""
+
+    def __init__(self, store: Store, limit: CallLimit, flow: str, lease_ms: int) -> None:
+        self.limit = limit
+        self._caller = Caller(store, limit, flow, lease_ms)
+        self._state = CallerState()
+        self._waiting: deque[Turn] = deque()
+        self._changed = asyncio.Event()
+        self._asks: asyncio.Task[None] | None = None
+        self._bell: asyncio.Future[bool] | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
+        self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
+        self._unbegun = 0
+        _all.add(self)
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait. Any thread may read it."""
+        return self._unbegun
+
+    @asynccontextmanager
+    async def turn(self, tokens: int = 0) -> AsyncIterator[Turn]:
+        """Wait for the turn of a call that uses at most `tokens`.
+
+        Raises RolloutMQError for a call with more tokens than the quota of a minute.
+        """
+        if 0 < self.limit.tokens_per_minute < tokens:
+            raise RolloutMQError(
+                f"a call of {tokens} tokens cannot be made under the limit {self.limit}",
+                hint="shorten what is asked, or raise tokens_per_minute",
+            )
+        turn = Turn(tokens)
+        self._waiting.append(turn)
+        self._unbegun += 1
+        self._ask_soon()
+        try:
+            try:
+                await turn.begins
+            finally:
+                self._unbegun -= 1
+            yield turn
+        finally:
+            if turn.has_permit:
+                self._end(turn)
+            else:
+                self._waiting.remove(turn)
+                self._changed.set()
+
+    def _end(self, turn: Turn) -> None:
+        self._state.ended += 1
+        self._state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
+        if turn.refused_s is not None:
+            self._state.refused += 1
+            self._state.pause_s = turn.refused_s
+        # an idle caller of a rate tells nobody that a call ended
+        if turn.refused_s is not None or self.limit.at_once or self.limit.tokens_per_minute:
+            self._ask_soon()
+
+    def _ask_soon(self) -> None:
+        self._changed.set()
+        if self._asks is None or self._asks.done():
+            self._asks = asyncio.create_task(self._ask_all(), name=f"limit {self.limit.name}")
+
+    async def _ask_all(self) -> None:
+        """Ask again and again, until nothing waits and nothing is held."""
+        try:
+            again_s = 1.0
+            while again_s or self._waiting or self._changed.is_set():
+                self._changed.clear()
+                again_s = await self._ask()
+                await self._pause(again_s)
+        except RolloutMQError as error:  # of a call that no repetition helps
+            for turn in self._waiting:
+                turn.begins.set_exception(error)
+
+    async def _pause(self, seconds: float) -> None:
+        """Return after that time, or at once when calls have come or ended, or the bell rings."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + seconds
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            while not changed.done() and (left_s := until_s - clock()) > 0:
+                if self._waiting and self._bell is None:
+                    self._bell = self._in_thread(self._caller.wait, min(left_s, BELL_S))
+                both: set[asyncio.Future[Any]] = {changed, *filter(None, [self._bell])}
+                await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if self._bell and self._bell.done():
+                    bell, self._bell = self._bell, None
+                    if bell.exception() is None and bell.result():
+                        return
+        finally:
+            changed.cancel()
+
+    async def _ask(self) -> float:
+        """Ask for permits, and let calls begin; return the time until the next question."""
+        state = self._state
+        wanted = [turn.tokens for turn in islice(self._waiting, MOST_WANTED)]
+        try:
+            permits = await self._in_thread(self._caller.ask, replace(state, wanted=wanted))
+        except StoreUnavailable as error:  # the calls wait, as all that needs the server
+            self._outage.report(error.hint)
+            return BELL_S
+        self._outage.report("")
+        for delay_s in permits.delays_s:
+            state.known += 1
+            if not self._waiting:  # cancelled while the question was under way
+                state.ended += 1
+                self._changed.set()
+                continue
+            turn = self._waiting.popleft()
+            turn.has_permit = True
+            asyncio.get_running_loop().call_later(delay_s, turn.begin)
+        return permits.again_s
+
+    def _in_thread(self, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def reported() -> dict[str, Any]:
+    """Return the fields of a heartbeat about calls of this process that wait."""
+    waits = Counter[str]()
+    for turns in list(_all):
+        waits[str(turns.limit)] += turns.waiting
+    ((limit, most),) = waits.most_common(1) or (("", 0),)
+    return {"quota_waits": waits.total(), "quota": limit.replace(" ", "+") if most else ""}

@@ -1,0 +1,57 @@
+"""`limit = { … }`: how often a service may be asked, by the workers of all runs together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from buffer.config.section import Count, Section
+from buffer.control.call_limit import CallLimit
+from producer_workers.config.sandbox import is_url
+
+if TYPE_CHECKING:
+    from buffer.run.run import Run
+    from producer_workers.call_turns import Turns
+
+
+class LimitSection(Section):
+    """limit: the quota of a service, which all workers of all runs on one server keep together.
+
+    A call waits for its turn, and its time limit begins only then. When the service refuses a call
+    (429), all wait for as long as it says, then go on at half the speed, which rises again within a
+    minute. Tasks, and runs, that wait have one turn each.
+    """
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """runs on one server whose limits have the same name share the quota, for example that of an
+    account; default: the host of the service's URL, or else the run and the task
+    """
+    requests_per_minute: Count | None = Field(None, ge=1)
+    """calls in any minute, evenly spread"""
+    tokens_per_minute: Count | None = Field(None, ge=1)
+    """tokens of prompts and answers in any minute, of calls that know theirs (judge `llm`)"""
+    at_once: Count | None = Field(None, ge=1)
+    """calls in progress; those of a worker that died are free again after its lease"""
+
+    def problems(self) -> Iterator[str]:
+        if not (self.requests_per_minute or self.tokens_per_minute or self.at_once):
+            yield "set at least one of requests_per_minute, tokens_per_minute and at_once"
+
+    def turns(self, run: Run, task: str, service: str) -> Turns:
+        """Return the turns of a task's calls of a service: a URL, or another name."""
+        from producer_workers.call_turns import Turns
+
+        host = service.partition("://")[2].partition("/")[0].rpartition("@")[2]
+        name = self.name or (host if is_url(service) else f"{run.name}.{service}")
+        name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+        limit = CallLimit(
+            name if len(name) <= 64 else blake2b(name.encode(), digest_size=16).hexdigest(),
+            self.requests_per_minute or 0,
+            self.tokens_per_minute or 0,
+            self.at_once or 0,
+        )
+        return Turns(run.store, limit, f"{run.name} {task}", run.limits.lease_ms)

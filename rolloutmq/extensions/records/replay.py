@@ -1,0 +1,303 @@
+"""Train recorded batches again, by the code of the trainer and without workers.
+
+The batches of an archive are put on a server of the replay's own, one step at a time, and every
+rank reads its share there as it did before. With the settings of the run, numbers and state are
+equal bit for bit, on the same kind of machine with the same numbers of ranks and threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from buffer.config.assignments import assign
+from buffer.errors import ConfigError, ModelError
+from buffer.ids import new_nonce
+from buffer.ledger.position import Position
+from buffer.manifest import Manifest
+from buffer.redis.bulk_io import Command
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
+from buffer.run.open import write_nonce
+from buffer.run.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.model_state.saved_state import SavedState
+from consumer.grpo.reporting.metric_writers import open_writers
+from consumer.grpo.reporting.metrics import staleness_metrics
+from consumer.grpo.reporting.reporter import Reporter
+from consumer.grpo.trainer_rank import TrainerRank
+from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.ranks import Ranks, join
+from consumer.handle.step_log import TrainedStep, read_steps
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import validate_config
+from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.step_file import StepFile
+
+MAY_CHANGE = (
+    *("learner.*", "critic.*", "trainer.advantages", "trainer.reward_weights"),
+    *("trainer.overlong_buffer_tokens", "trainer.max_sequence_tokens", "trainer.mask_truncated"),
+)
+"""Keys that decide what a batch teaches, which a replay may set."""
+
+OF_THE_MACHINE = ("memory/", "time/")
+"""Metrics that differ between two trainings of one batch."""
+
+LINEAGE = "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One step that was trained again. `state`: hash of weights and optimizer behind it.
+
+    `differences`: of each number that the run has logged otherwise: name, its own and this value.
+    """
+
+    step: int
+    state: str
+    metrics: Mapping[str, float]
+    seconds: float
+    differences: Sequence[tuple[str, float, float]]
+
+
+class Phase(NamedTuple):
+    """Steps `first` to `last`, which one config trains from the checkpoint before them."""
+
+    config: Config
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A replay of the run in folder `parent`, whose config is `own`, in the folder of the phases.
+
+    All phases but the last train as the run did.
+    """
+
+    parent: Path
+    archive: Archive
+    own: Config
+    phases: Sequence[Phase]
+
+    @property
+    def folder(self) -> Path:
+        return self.phases[-1].config.run.folder
+
+    @property
+    def last(self) -> int:
+        return self.phases[-1].last
+
+    def train(self) -> Iterator[ReplayedStep]:
+        """Train all steps on this rank; rank 0 yields each. A checkpoint ends each phase."""
+        ranks = join()
+        known = {step.step: step for step in read_steps(self.parent)}
+        with self._server(ranks) as run:
+            for phase in self.phases:
+                rank = TrainerRank(run, phase.config, self.own.model_folder, ranks)
+                if ranks.rank:
+                    rank.follow()
+                    continue
+                try:
+                    yield from self._train(run, rank, phase, known)
+                finally:
+                    rank.orders.end()
+                    rank.parts.close()
+
+    def _train(
+        self, run: Run, rank: TrainerRank, phase: Phase, known: Mapping[int, TrainedStep]
+    ) -> Iterator[ReplayedStep]:
+        checkpoints = CheckpointFolder(self.folder / "checkpoints")
+        start = phase.first - 1
+        position = checkpoints.read(start) if start else Position()
+        position.run, position.run_nonce, position.lineage = run.name, run.nonce, LINEAGE
+        rank.load(start)
+        with closing(Reporter(phase.config, run.buffer, self.own.model_folder)) as reporter:
+            reporter.open(open_writers(phase.config, phase.first))
+            for step in range(phase.first, phase.last + 1):
+                began = time.monotonic()
+                with self.archive.open(step) as file:
+                    place(run, file)
+                    manifest = file.manifest
+                groups, problems = rank.reader.read(manifest)
+                if problems:
+                    raise ModelError(f"step {step} cannot be trained again: {problems}")
+                metrics, columns, scores = rank.fit(step, groups=groups)
+                metrics = metrics | columns.metrics() | staleness_metrics(manifest)
+                seconds = time.monotonic() - began
+                reporter.delivered(manifest, groups, LINEAGE, 0.0)
+                reporter.histograms = columns.histograms()
+                reporter.reported(step, metrics | {"time/step_s": seconds}, "")
+                reporter.add_samples(manifest, columns, groups, scores)
+                reporter.flush()  # it reads the groups
+                clear(run, manifest)
+                position.add(manifest)
+                state = state_hash(rank.controller)
+                yield ReplayedStep(
+                    step, state, metrics, seconds, differing(metrics, known.get(step))
+                )
+        written = checkpoints.begin(phase.last)
+        rank.begin_state(str(written))
+        rank.end_state()
+        checkpoints.complete(position, written)
+
+    @contextmanager
+    def _server(self, ranks: Ranks) -> Iterator[Run]:
+        """Yield the run on a server of its own, which rank 0 starts."""
+        config = self.phases[-1].config
+        with ExitStack() as stack:
+            url = ""
+            if ranks.rank == 0:
+                server = stack.enter_context(EmbeddedServer(self.folder / "server"))
+                stack.callback(shutil.rmtree, server.folder, ignore_errors=True)
+                url = server.url
+            store = stack.enter_context(closing(Store(ranks.share(url))))
+            if ranks.rank == 0:
+                nonce, model = new_nonce(), str(self.own.model_folder)
+                write_nonce(self.folder, nonce)
+                Run.create(store, config.run.name, nonce, config.limits(0), FIRST_WEIGHTS, model)
+            ranks.share(True)  # the run exists
+            yield Run.open(store, config.run.name)
+
+    def differing_tensor(self) -> str | None:
+        """Return the first tensor that differs from the run's own checkpoint of the last step.
+
+        "": none; None: the run has kept no such checkpoint.
+        """
+        kept = CheckpointFolder(self.parent / "checkpoints")
+        if self.last not in kept.steps():
+            return None
+        mine = CheckpointFolder(self.folder / "checkpoints").path(self.last)
+        with SavedState(kept.path(self.last)) as own, SavedState(mine) as again:
+            names = sorted(own.keys() | again.keys())
+            return next((n for n in names if not _is_equal(own.get(n), again.get(n))), "")
+
+
+def prepare(
+    parent: Path, archive: Archive, name: str, start: int, last: int, overrides: Sequence[str]
+) -> Replay:
+    """Prepare a replay of a run from its checkpoint of step `start` (0: its model) to step `last`.
+
+    Where that checkpoint is not kept, earlier steps are trained as the run did. The folder of run
+    `name` beside `parent` gets the checkpoint. Raises ConfigError for what cannot be replayed.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
+            raise ConfigError(
+                f"--set {key}: a replay trains rollouts that exist",
+                hint=f"it may set {', '.join(MAY_CHANGE)}",
+            )
+    kept = CheckpointFolder(parent / "checkpoints")
+    begin = max((step for step in kept.steps() if step <= start), default=0)
+    check_steps(archive, begin, start, last, kept.steps())
+    with archive.open(begin + 1) as file:
+        given, threads = file.facts.config, file.facts.threads
+    if threads:
+        torch.set_num_threads(threads)
+    folder = parent.with_name(name)
+    own = config_of(given, run={"dir": str(parent)})
+    place = {"name": name, "dir": str(folder)}
+    if own.run.columns:
+        place["columns"] = str(folder / "columns")
+    unchanged = config_of(given, run=place, trainer={"writers": []})
+    changed = config_of(given, overrides, run=place, trainer={"writers": []})
+    if begin:
+        target = CheckpointFolder(folder / "checkpoints").path(begin)
+        shutil.copytree(kept.path(begin), target, copy_function=os.link, dirs_exist_ok=True)
+    phases = [Phase(changed, start + 1, last)]
+    if begin < start:
+        phases.insert(0, Phase(unchanged, begin + 1, start))
+    return Replay(parent, archive, own, phases)
+
+
+def check_steps(archive: Archive, begin: int, start: int, last: int, kept: Sequence[int]) -> None:
+    """Raise ConfigError unless the archive has steps `begin` + 1 to `last`."""
+    missing = sorted({*range(begin + 1, last + 1)} - {*archive.steps()})
+    if start >= last:
+        raise ConfigError(f"steps {start + 1} to {last} are none", hint="set --to above --from")
+    if missing:
+        whole = ", ".join(map(str, kept)) or "none"
+        raise ConfigError(
+            f"{archive.place} lacks step {missing[0]}: from {start} to {last}, all steps from "
+            f"{begin + 1} on are needed, behind the newest checkpoint up to {start}",
+            hint=f"put its file back; or replay to step {missing[0] - 1}, or from a checkpoint "
+            f"behind it (kept: {whole})",
+        )
+
+
+def config_of(given: Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Config:
+    """Return the config of a step file, with keys of `sections`, then `overrides` on top."""
+    tree: dict[str, Any] = _without_none(given)
+    for name, keys in sections.items():
+        tree[name] = _without_none(tree.get(name, {}) | keys)
+    for override in overrides:
+        assign(tree, override)
+    return validate_config(tree, "the config of the archive")
+
+
+def _without_none(tree: Any) -> Any:
+    """Return a tree as TOML has it: a key without a value is left out."""
+    if isinstance(tree, Mapping):
+        return {name: _without_none(value) for name, value in tree.items() if value is not None}
+    return tree
+
+
+def place(run: Run, file: StepFile) -> None:
+    """Put the payloads of a batch where a take left them, and the tokens that balance shares."""
+    keys = run.keys
+    for entry in file.manifest.entries:
+        ref = entry.payload
+        (data,) = file.payloads([entry])
+        (group,) = file.groups([entry])
+        size = -(-len(data) // ref.chunks)
+        names = keys.payload_chunks(ref.gid, ref.token, ref.chunks)
+        commands: list[Command] = [
+            ("SET", name, data[n * size : (n + 1) * size]) for n, name in enumerate(names)
+        ]
+        commands.append(("HSET", keys.group(ref.gid), "tokens", int(group.lengths.sum())))
+        run.store.send("replay", commands)
+    if run.columns.root:
+        file.extract_columns(run.columns.root)
+
+
+def clear(run: Run, manifest: Manifest) -> None:
+    keys, refs = run.keys, [entry.payload for entry in manifest.entries]
+    for ref in refs:
+        names = [*keys.payload_chunks(ref.gid, ref.token, ref.chunks), keys.group(ref.gid)]
+        run.store.send("replay", [("UNLINK", name) for name in names])
+
+
+def differing(
+    metrics: Mapping[str, float], known: TrainedStep | None
+) -> list[tuple[str, float, float]]:
+    own = known.metrics if known else {}
+    return [
+        (name, own[name], value)
+        for name, value in metrics.items()
+        if name in own and own[name] != value and not name.startswith(OF_THE_MACHINE)
+    ]
+
+
+def state_hash(controller: TrainController) -> str:
+    """Return the SHA-256 of the weights and the optimizer's state of this rank."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(controller.state_tensors().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)

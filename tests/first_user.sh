@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# What a first user types, from an empty folder: `tests/first_user.sh PYTHON PACKAGE FOLDER`, for `make test-release`.
+# PACKAGE, a wheel or an sdist, is installed into a fresh environment in FOLDER, without torch.
+set -euo pipefail
+python=$1 package=$(realpath "$2") readme=$(realpath "$(dirname "$0")/../README.md")
+rm -rf "$3" && mkdir -p "$3/empty" && cd "$3"
+unset PYTHONPATH REDIS_URL
+"$python" -m venv venv
+venv/bin/pip install --quiet --disable-pip-version-check "$package"
+export PATH=$PWD/venv/bin:$PATH
+cd empty
+
+fails_with() {  # a part of the message, then the command: it must fail, and say so
+    local part=$1 said
+    shift
+    if said=$("$@" 2>&1); then echo "did not fail: $*"; return 1; fi
+    grep -qF "$part" <<<"$said" || { echo "$*: $said"; return 1; }
+}
+
+set -x
+rolloutmq --version
+rolloutmq --help | grep "Start here"
+
+rolloutmq simulate --workers 2 --median 200 --steps 3
+for template in math code tools agent; do
+    rolloutmq init $template --template $template --gpus 0
+done
+cd math
+fails_with "pip install" rolloutmq check config.toml    # the small model needs torch
+cd ..
+
+rolloutmq runs
+
+# rehearsals: README's, and the test of each template
+pip install --quiet --disable-pip-version-check "$package[testing]" pytest
+python - "$readme" >rehearsal.py <<'P'
+import re, sys
+(code,) = (c for c in re.findall(r"```python\n(.*?)```", open(sys.argv[1]).read(), re.S) if "import rehearse" in c)
+print(code)
+P
+python rehearsal.py
+for template in math code tools agent; do
+    (cd $template && python -m pytest -q)
+done
+python -c "import sys, rolloutmq; assert 'torch' not in sys.modules; import importlib.util as u; assert not u.find_spec('torch')"
