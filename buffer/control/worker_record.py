@@ -16,6 +16,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from buffer.control.retry_counts import Retries, read_retries
 from buffer.readable import shorten_reason
 from buffer.wire.rollout import PolicyVersion
 
@@ -150,6 +151,7 @@ class HeartbeatNumbers:
     )  # fmt: skip
     judging_ms: int = 0  # the time that all answers of judges took together
     judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
+    retried: str = ""  # rollouts by task and cause: `RetryCounts.text`
     quota_waits: int = _reported(
         0, "waits", "Calls that wait for a quota.", metric="worker_calls_waiting",
     )  # fmt: skip
@@ -223,6 +225,11 @@ class WorkerRecord(HeartbeatNumbers):
     seen_ms: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
     """what else the worker registered: host, pid, …"""
+
+    @property
+    def retries(self) -> Retries:
+        """Rollouts that failed while their group went on, by task and cause."""
+        return read_retries(self.retried)
 
     @property
     def judge_times(self) -> Histogram:

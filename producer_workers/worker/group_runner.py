@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from buffer.control.length_counts import CUT, FINISHED, LengthCounts
+from buffer.control.retry_counts import RetryCounts
 from buffer.errors import (
     Fenced,
     GroupAbandoned,
@@ -116,6 +117,7 @@ class GroupRunner:
         self._submitter = Submitter(self._run, self._worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
+        self.retries = RetryCounts()
         self._kept = Counter[str]()  # dead letters with their responses, by cause
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
@@ -364,7 +366,12 @@ class GroupRunner:
         limit = self._held.time_limit(job, runner.group_time_limit_s)
         with observed, engine.shown(job.gid, group.multimodal), limit:
             tries = self._run.limits.max_tries - job.tries + 1
-            discard = partial(self._count_lost, job, "failed")
+
+            def discard(failed: Sequence[RolloutState]) -> None:
+                self._count_lost(job, "failed", failed)
+                for reason in {state.index: state.error or "" for state in failed}.values():
+                    self.retries.add(job.task, reason)
+
             made = await runner.generate_each(
                 states, engine, job.gid, source, generate, tries, discard
             )

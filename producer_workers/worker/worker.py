@@ -254,6 +254,7 @@ class Worker:
             failed=self._runner.failed,
             judging=self._groups.judging(),
             **reported(self._judges),
+            retried=self._runner.retries.text(),
             **call_turns.reported(),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),

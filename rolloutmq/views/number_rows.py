@@ -88,6 +88,9 @@ RUN = (
         "cost"),
     Number("At the pace of the last steps.", lambda s: s.reported("cost/next_100_steps"),
         "cost_next_100_steps", "cost_next_100_steps"),
+    Number("Rollouts that failed, and were made again in their group, by live workers.",
+        lambda s: s.retries.total(), key="retried",
+        words="rollouts that failed and were made again: {}"),
     Number("Errors in the account of groups.", lambda s: len(s.faults), "account_faults"),
 )  # fmt: skip
 
@@ -233,6 +236,12 @@ def _by_worker(name: str, view: RunView) -> Cells:
     return (((worker,), number) for worker, number in numbers if number is not None)
 
 
+def _retries(view: RunView) -> Cells:
+    for worker in view.live_workers:
+        for pair, number in worker.retries.items():
+            yield (worker.id, *pair), number
+
+
 def _rows() -> Iterator[Family]:
     """Yield the metrics of all rows of RUN, TASK and `HeartbeatNumbers`."""
     kinds: dict[bool, Any] = {False: GaugeMetricFamily, True: CounterMetricFamily}
@@ -315,6 +324,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "worker_groups_held", "Leases that a worker holds.", ("worker",),
         partial(_by_worker, "holds"),
+    ),
+    Family(
+        "worker_rollouts_retried", "Rollouts that failed while their group went on.",
+        ("worker", "task", "cause"), _retries, CounterMetricFamily,
     ),
     Family(
         "judge_seconds", "Judges' answers, with queue.", ("worker",),

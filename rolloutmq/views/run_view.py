@@ -6,12 +6,15 @@ The account is of one instant (I1); everything else may be a few milliseconds yo
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event, TrainerReport, parse_event
+from buffer.control.retry_counts import Retries
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
+from buffer.errors import RunDamaged, RunNotFound
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
@@ -252,6 +255,11 @@ class RunView:
         return [*filter(None, [self.server_full]), *of_tasks]
 
     @property
+    def retries(self) -> Retries:
+        """Rollouts that failed while their group went on, of all live workers."""
+        return sum((worker.retries for worker in self.live_workers), Counter())
+
+    @property
     def tokens_per_s(self) -> float:
         return sum(worker.tokens_per_s for worker in self.live_workers)
 
@@ -263,10 +271,20 @@ class RunView:
 
 
 def read_run_view(run: Run, *, events: int = 8) -> RunView:
-    """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
+    """Read a run, with its newest `events`. Raises StoreUnavailable, RunNotFound, RunDamaged.
 
     O(tasks + workers + log N), and no payload bytes.
     """
+    try:
+        return _read_run_view(run, events)
+    except RunDamaged as error:
+        if run.store.ask("is_there", "EXISTS", run.keys.meta, run.keys.control):
+            raise
+        hint = "`rolloutmq run CONFIG --regenerate` makes it again from its newest checkpoint"
+        raise RunNotFound(f"run {run.name} was deleted from its server", hint=hint) from error
+
+
+def _read_run_view(run: Run, events: int) -> RunView:
     # `rolloutmq set` may have changed them
     run.refresh_limits()
     audit = run.account.totals()

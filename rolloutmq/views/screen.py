@@ -367,7 +367,13 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
     joined = {worker.id for worker in view.live_workers}
     joined |= {role.role for role in (view.trainer, view.producer) if role.is_alive}
     missing = {name: 1000 * s for name, s in started_s.items() if name not in joined}
-    lines = [
+    silent = {worker.id: worker.silent_ms for worker in (*view.ended_workers, *view.workers)}
+    silent |= {role.role: role.silent_ms or 0 for role in (view.trainer, view.producer)}
+    # one that has sent a heartbeat since its start has loaded, and hangs
+    hung = {name: silent[name] for name in missing if 0 < silent.get(name, 0) < missing[name]}
+    lines = [f"{name} has not answered for {age(ms)}" for name, ms in hung.items()]
+    missing = {name: ms for name, ms in missing.items() if name not in hung}
+    lines += [
         f"{name} {what}, {age(missing.pop(name))}"
         for name, what in _LOADING.items()
         if name in missing

@@ -42,6 +42,7 @@ export const overview = {
       ...(saved ? [] : [heading("Now", taskChoice()), places.time]), el("div", { class: "stack more" }, panels.map(({ node }) => node)), ...(saved ? [] : [heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
+    if (saved?.findings.length) patch(places.findings, findings(saved));
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
