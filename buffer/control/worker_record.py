@@ -162,6 +162,21 @@ class HeartbeatNumbers:
         note="{} processes of your functions hung, crashed or ran out of memory, and were "
         "replaced; its log names them",
     )  # fmt: skip
+    # of its host, as far as known (`HostWatch`): the time since the heartbeat before, and now
+    busy_percent: int | None = None  # all processors together
+    memory_bytes: int | None = None  # in use
+    memory_total_bytes: int | None = None
+    disk_free_bytes: int | None = None  # where it was started
+    gpu_busy_percent: int | None = None  # the mean of its GPUs
+    gpu_memory_bytes: int | None = None  # in use, of all its GPUs
+    gpu_memory_total_bytes: int | None = None
+
+
+HOST_NUMBERS = (
+    *("busy_percent", "memory_bytes", "memory_total_bytes", "disk_free_bytes"),
+    *("gpu_busy_percent", "gpu_memory_bytes", "gpu_memory_total_bytes"),
+)
+"""Fields of a heartbeat that are the same for all processes of a host."""
 
 
 NUMBERS: Mapping[str, NumberRow] = {

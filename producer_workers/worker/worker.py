@@ -38,8 +38,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from buffer.control.control import ControlState, Mode
+from buffer.control.host_watch import HostWatch
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
@@ -120,6 +122,7 @@ class Worker:
         self._judges = {task.judges for task in tasks.values()}
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
+        self._host = HostWatch(Path.cwd())
         self.facts = {"host": socket.gethostname(), "pid": str(os.getpid()), "engine": engine.name}
         is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
@@ -259,6 +262,7 @@ class Worker:
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
             sampled=self._engine.token_counts.text(),
+            **self._host.numbers(),
         )
         jobs = self._groups.jobs()
         return report, jobs, self._groups.oldest(jobs)
