@@ -242,6 +242,16 @@ TABLE: Mapping[str, KeyRow] = {
         _NONE,
         saved=False,
     ),
+    # judges
+    "verdicts": KeyRow(
+        "HASH", "what judges said, by digests of what they read, and `bytes`", _WORKER, saved=False
+    ),
+    "verdicts_before": KeyRow("HASH", "the older half of the same", _WORKER, saved=False),
+    "judge_use": KeyRow(
+        "HASH",
+        'by "task process": calls of its judge, those from the cache, prompt and answer tokens',
+        _WORKER,
+    ),
     # a limit on calls of a service; its keys begin with `rmq-limit:{NAME}:`
     "limit": KeyRow(
         "HASH",

@@ -35,6 +35,9 @@ from buffer.wire.table import rollouts, spans_of, tabulate, values_of
 UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
 
+FEEDBACK = "feedback"
+"""What a judge said of a rollout in words, in its `extra`."""
+
 _EXPIRED = STATUSES.index(Status.EXPIRED)
 
 

@@ -131,6 +131,14 @@ TASK = (
         words="{} reasserted from checkpoints", level="warning"),
     _counted("regenerated", "groups_regenerated", "Groups drawn again after lost data.",
         words="{} generated again after lost data", level="warning"),
+    Number("Questions to its judges, of kinds that count them.", lambda t: t.judge_use.calls,
+        "judge_calls", "judge_calls", is_counter=True),
+    Number("Verdicts from the cache.", lambda t: t.judge_use.cached, "judge_cached",
+        "judge_cached", is_counter=True, words="{} verdicts from the cache"),
+    Number("Prompt tokens of judging models.", lambda t: t.judge_use.prompt_tokens,
+        "judge_prompt_tokens", "judge_prompt_tokens", is_counter=True),
+    Number("Answer tokens of judging models.", lambda t: t.judge_use.completion_tokens,
+        "judge_completion_tokens", "judge_completion_tokens", is_counter=True),
     # no counter: a requeued group leaves the dead letters
     Number("Groups that used up their tries.", lambda t: t.number("dead"), "groups_dead"),
 )  # fmt: skip

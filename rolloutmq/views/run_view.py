@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.control.control import RoleHolder
@@ -15,6 +15,7 @@ from buffer.control.events import Event, TrainerReport, parse_event
 from buffer.control.retry_counts import Retries
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
 from buffer.errors import RunDamaged, RunNotFound
+from buffer.groups.verdicts import JudgeUse, read_use
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
@@ -43,6 +44,7 @@ class TaskView:
     batch_share: int
     stale_threshold: int  # staleness from which its groups are expired
     is_gone: bool = False  # the run's config lacks it now
+    judge_use: JudgeUse = field(default_factory=JudgeUse)
 
     @property
     def stop_reason(self) -> str:
@@ -347,6 +349,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("dead", "ZCARD", keys.dead)
         ask("garbage", "SCARD", keys.garbage)
         ask("events", "XREVRANGE", keys.events, "+", "-", "COUNT", max(1, events))
+        ask("judge_use", "HGETALL", keys.judge_use)
         ask("header", "LINDEX", keys.batch("train", taken), 0)
         for task in (account.task for account in tasks):
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
@@ -401,6 +404,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         batch_share=int(asked.get(name, 0)) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
+        judge_use=read_use(name, replies["judge_use"]),
     )
 
 

@@ -210,6 +210,7 @@ def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) ->
         "enqueue",
         "keep_responses",
         "keep_turns",
+        "keep_verdict",
         "put",
         "reissue",
         "requeue",
