@@ -21,7 +21,7 @@ from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
-from buffer.redis.key_table import TABLE
+from buffer.redis.key_table import TABLE, TOKEN_ROWS
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.step_log import TrainedStep
@@ -98,6 +98,12 @@ class TaskView:
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The sampled tokens of its groups, by row or `in_groups`; not those that workers hold."""
+        rows = {row: int(self.number(f"tokens_{row}")) for row in TOKEN_ROWS}
+        return rows | {"in_groups": int(self.number("tokens_sampled")) - sum(rows.values())}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -196,6 +202,10 @@ class RunView:
     @property
     def weights(self) -> PolicyVersion:
         return PolicyVersion.parse(self.control.get("weights", ":0"))
+
+    def reported(self, metric: str) -> float | None:
+        """Return a metric of the newest train step; None if the trainer reported none."""
+        return self.report.training.metrics.get(metric) if self.report.training else None
 
     @property
     def live_workers(self) -> list[WorkerRecord]:
