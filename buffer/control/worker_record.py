@@ -135,6 +135,7 @@ class HeartbeatNumbers:
         0.0, "tok/s", "As the worker reports it.", metric="worker_tokens_per_second",
         table="workers", total="tokens/s",
     )  # fmt: skip
+    sampling_ms: int = 0  # the time in which its engine had a request
     done: int = _reported(0, "done", "Groups that it completed.", table="workers")
     failed: int = _reported(
         0, "failed", "Groups that failed on it.", metric="worker_groups_failed", is_counter=True
@@ -161,6 +162,21 @@ class HeartbeatNumbers:
         note="{} processes of your functions hung, crashed or ran out of memory, and were "
         "replaced; its log names them",
     )  # fmt: skip
+    # of its host, as far as known (`HostWatch`): the time since the heartbeat before, and now
+    busy_percent: int | None = None  # all processors together
+    memory_bytes: int | None = None  # in use
+    memory_total_bytes: int | None = None
+    disk_free_bytes: int | None = None  # where it was started
+    gpu_busy_percent: int | None = None  # the mean of its GPUs
+    gpu_memory_bytes: int | None = None  # in use, of all its GPUs
+    gpu_memory_total_bytes: int | None = None
+
+
+HOST_NUMBERS = (
+    *("busy_percent", "memory_bytes", "memory_total_bytes", "disk_free_bytes"),
+    *("gpu_busy_percent", "gpu_memory_bytes", "gpu_memory_total_bytes"),
+)
+"""Fields of a heartbeat that are the same for all processes of a host."""
 
 
 NUMBERS: Mapping[str, NumberRow] = {
@@ -181,6 +197,8 @@ class HeartbeatReport(HeartbeatNumbers):
     known_epoch: int = 0
     lengths: str = ""
     """of responses that it began: `LengthCounts.text`"""
+    sampled: str = ""
+    """by task: `TokenCounts.text` of the worker"""
 
     def arguments(self) -> dict[str, str | int]:
         """Return the arguments of the script; `report` is "name=value name=value"."""
@@ -194,6 +212,7 @@ class HeartbeatReport(HeartbeatNumbers):
             "refusal": shorten_reason(self.refusal),
             "report": " ".join(f"{name}={n}" for name, n in numbers.items() if n not in (None, "")),
             "lengths": self.lengths,
+            "sampled": self.sampled,
         }
 
 

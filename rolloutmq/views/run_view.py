@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.control.control import RoleHolder
@@ -15,14 +15,16 @@ from buffer.control.events import Event, TrainerReport, parse_event
 from buffer.control.retry_counts import Retries
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
 from buffer.errors import RunDamaged, RunNotFound
+from buffer.groups.verdicts import JudgeUse, read_use
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
-from buffer.redis.key_table import TABLE
+from buffer.redis.key_table import TABLE, TOKEN_ROWS
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
+from consumer.handle.step_log import TrainedStep
 
 COUNTERS = tuple(TABLE["progress:<task>"].optional)
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
@@ -43,6 +45,7 @@ class TaskView:
     batch_share: int
     stale_threshold: int  # staleness from which its groups are expired
     is_gone: bool = False  # the run's config lacks it now
+    judge_use: JudgeUse = field(default_factory=JudgeUse)
 
     @property
     def stop_reason(self) -> str:
@@ -95,6 +98,12 @@ class TaskView:
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The sampled tokens of its groups, by row or `in_groups`; not those that workers hold."""
+        rows = {row: int(self.number(f"tokens_{row}")) for row in TOKEN_ROWS}
+        return rows | {"in_groups": int(self.number("tokens_sampled")) - sum(rows.values())}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -180,6 +189,12 @@ class RunView:
         return is_paused and not self.trainer.is_alive
 
     @property
+    def last_trained(self) -> list[TrainedStep]:
+        """The newest step that the trainer reported to the server, without its groups, if any."""
+        found = self.report.training
+        return [TrainedStep(found.step, "", (), dict(found.metrics))] if found else []
+
+    @property
     def paused_ms(self) -> int:
         """Milliseconds since the last change of the mode."""
         return max(0, self.now_ms - int(self.control.get("changed_ms", self.created_ms)))
@@ -187,6 +202,10 @@ class RunView:
     @property
     def weights(self) -> PolicyVersion:
         return PolicyVersion.parse(self.control.get("weights", ":0"))
+
+    def reported(self, metric: str) -> float | None:
+        """Return a metric of the newest train step; None if the trainer reported none."""
+        return self.report.training.metrics.get(metric) if self.report.training else None
 
     @property
     def live_workers(self) -> list[WorkerRecord]:
@@ -337,6 +356,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("dead", "ZCARD", keys.dead)
         ask("garbage", "SCARD", keys.garbage)
         ask("events", "XREVRANGE", keys.events, "+", "-", "COUNT", max(1, events))
+        ask("judge_use", "HGETALL", keys.judge_use)
         ask("header", "LINDEX", keys.batch("train", taken), 0)
         for task in (account.task for account in tasks):
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
@@ -391,6 +411,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         batch_share=int(asked.get(name, 0)) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
+        judge_use=read_use(name, replies["judge_use"]),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
 
+from buffer.control.host_watch import HostWatch
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.manifest import Manifest
@@ -26,6 +27,7 @@ from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.sample_log import Sample, TokenTexts, describe_sample
 from consumer.handle.sample_tokens import Packed
 from consumer.handle.step_log import Histograms, StepWriter
+from consumer.learning.findings import LearningLog
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -44,7 +46,9 @@ class Reporter(Observer):
         self._config = config
         self._buffer = buffer
         self._texts = TokenTexts([model_dir])
-        self._log = StepWriter(config.run.folder)
+        self._log = StepWriter(config.run.folder, config.trainer.silence)
+        self._learning = LearningLog(config.run.folder, config.trainer.silence)
+        self._host = HostWatch(config.run.folder)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
         self.histograms: Histograms = {}  # of the step that is reported next
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
@@ -79,12 +83,15 @@ class Reporter(Observer):
         histograms: Histograms,
     ) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
+        metrics = metrics | {f"system/{name}": float(n) for name, n in self._host.numbers().items()}
         self._log.add_step(step, lineage, gids, metrics, histograms)
+        self._learning.add_step(step, gids, metrics)
         self._put(lambda writer: writer.write(step, metrics))
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
         """Report an evaluation, which is in the log when this returns. Raises OSError."""
         self._log.add_evaluation(step, task, metrics)
+        self._learning.add_evaluation(step, task, metrics)
         self._put(lambda writer: writer.write_evaluation(step, task, metrics))
 
     def add_samples(
