@@ -81,6 +81,8 @@ SECTIONS = {
         "prove": ("extensions.records.commands",
             "Tell which prompts, judges and weights made a checkpoint, and whether all is "
             "unaltered."),
+        "rescore": ("extensions.records.commands",
+            "Score the archived responses of a run by another judge, and train on the new scores."),
         "replay": ("extensions.records.commands",
             "Train archived batches of a run again, without workers."),
         "export-model": ("launch.commands",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 from typer import Argument, Exit, Option
@@ -23,6 +25,7 @@ from rolloutmq.views.explain.symptom import marked
 
 if TYPE_CHECKING:
     from rolloutmq.extensions.records.replay import ReplayedStep
+    from rolloutmq.extensions.records.rescore import Differences
 
 Difference = tuple[str, float, float]
 """The name of a metric, its value in the run's log, and the value of the replay."""
@@ -171,7 +174,8 @@ def _unfinished(target: Path, verb: str) -> list[Path]:
     left = [path for path in target.glob("*") if path.name != LOCK_FILE]
     record = read_record(target)
     is_ours = record is not None and record.command[:1] == [verb]
-    if left and not (is_ours and record and record.stage is not Stage.FINISHED):
+    is_done = (target / "checkpoints").exists() and record and record.stage is Stage.FINISHED
+    if left and (not is_ours or is_done):
         raise ConfigError(f"{target} exists", hint="choose another --name, or delete the folder")
     return left
 
@@ -282,6 +286,81 @@ def fork_run(
         {"run": name, "folder": str(target), "config": str(file), "step": at},
         [Text(f"run {name} continues at step {at + 1}: rolloutmq run {file}")],
     ).print(as_json=as_json)
+
+
+RESCORE_EPILOG = """
+\b
+Examples: rolloutmq rescore runs/demo --from 20 --task math --judge new:score
+          rolloutmq rescore runs/demo --from 20 --task math --judge new:score --yes
+"""
+
+
+@command("rescore", epilog=RESCORE_EPILOG)
+def rescore_run(
+    start: Annotated[int, Option("--from", min=0, help="Checkpoint to begin with; 0: none.")],
+    task: Annotated[str, Option(help="Task whose groups are judged.")],
+    judge: Annotated[str, Option(help="Judge, as in a config: a name, module:function, a URL.")],
+    folder: RunFolderArgument = None,
+    name: Annotated[
+        str | None, Option(help="Name of the new run, and of its folder. Default: RUN-rescored.")
+    ] = None,
+    archive: ArchivePlace = None,
+    yes: Annotated[bool, Option("--yes", help="Train on the new scores, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score the archived responses of a run by another judge, and train on the new scores.
+
+    Without --yes it only judges, and shows what would change. With --yes it trains the steps from
+    checkpoint FROM again, without generating a token; `rolloutmq fork` then goes on from the new
+    run. The judge runs behind the task's border and limits of time and memory.
+    """
+    parent = choose_folder(folder, RUNS)
+    name = name or f"{parent.name}-rescored"
+    target = parent.with_name(name)
+    records = Archive(archive or str(parent / "archive"))
+    steps = records.steps()
+    if not steps or steps[-1] <= start:
+        raise ConfigError(f"{records.place} has no batch after step {start}", hint="set --from")
+    left = [path for path in _unfinished(target, "rescore") if path.name != "archive"]
+    with own(target, name, ["rescore", *sys.argv[2:]], steps[-1]) as owned:
+        _delete(left)
+        from rolloutmq.extensions.records.rescore import Differences, rescore
+
+        scored, found = Archive(str(target / "archive")), Differences()
+        with progress(as_json) as advance:
+            wanted = range(start + 1, steps[-1] + 1)
+            for step, so_far in rescore(records, scored, task, judge, wanted):
+                advance(f"step, of {steps[-1]}, judged", step)
+                found = so_far
+        document: dict[str, Any] = asdict(found)
+        shown = [_differences(found)]
+        if yes:
+            from rolloutmq.extensions.records.replay import prepare
+
+            owned.note(Stage.RUNNING)
+            override = f"tasks.{task}.judge={json.dumps(judge)}"
+            job = prepare(parent, scored, name, start, steps[-1], [], [override])
+            with progress(as_json) as advance:
+                for done in job.train():
+                    advance(f"step, of {steps[-1]}, trained", done.step)
+            document["state"] = done.state
+            goes_on = f"rolloutmq fork {target} --at {steps[-1]} --name NAME"
+            shown.append(Text(f"trained in {target}; to go on from it: {goes_on}"))
+        else:
+            shown.append(Text("to train on these scores: the same command with --yes"))
+    Output(document, shown).print(as_json=as_json)
+
+
+def _differences(found: Differences) -> Text:
+    groups = max(1, found.groups)
+    text = Text(
+        f"{count(found.changed)} of {count(found.groups)} groups have other scores, "
+        f"{count(found.advantages)} other advantages; "
+        f"mean score {found.before / groups:.3f}, then {found.after / groups:.3f}"
+    )
+    for each in found.examples:
+        text.append(f"\n  {each.gid} rollout {each.index}: {each.before:g}, then {each.after:g}")
+    return text
 
 
 PROVE_EPILOG = """

@@ -75,6 +75,8 @@ class Phase(NamedTuple):
     config: Config
     first: int
     last: int
+    is_own: bool
+    """whether it trains as the run did"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Replay:
         start = phase.first - 1
         position = checkpoints.read(start) if start else Position()
         position.run, position.run_nonce, position.lineage = run.name, run.nonce, LINEAGE
-        if phase.config.learner == self.own.learner:
+        if phase.is_own:
             position.terms = self._own_terms(phase.last)
         else:
             terms = terms_of(phase.config, self.own.model_folder)
@@ -194,12 +196,19 @@ class Replay:
 
 
 def prepare(
-    parent: Path, archive: Archive, name: str, start: int, last: int, overrides: Sequence[str]
+    parent: Path,
+    archive: Archive,
+    name: str,
+    start: int,
+    last: int,
+    overrides: Sequence[str],
+    judges: Sequence[str] = (),
 ) -> Replay:
     """Prepare a replay of a run from its checkpoint of step `start` (0: its model) to step `last`.
 
     Where that checkpoint is not kept, earlier steps are trained as the run did. The folder of run
-    `name` beside `parent` gets the checkpoint. Raises ConfigError for what cannot be replayed.
+    `name` beside `parent` gets the checkpoint. `judges`: as `overrides`, of those that have
+    scored the archive. Raises ConfigError for what cannot be replayed.
     """
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -223,13 +232,13 @@ def prepare(
     if own.run.columns:
         place["columns"] = str(folder / "columns")
     unchanged = config_of(given, run=place, trainer={"writers": []})
-    changed = config_of(given, overrides, run=place, trainer={"writers": []})
+    changed = config_of(given, [*overrides, *judges], run=place, trainer={"writers": []})
     if begin:
         target = CheckpointFolder(folder / "checkpoints").path(begin)
         shutil.copytree(kept.path(begin), target, copy_function=link_or_copy, dirs_exist_ok=True)
-    phases = [Phase(changed, start + 1, last)]
+    phases = [Phase(changed, start + 1, last, is_own=not (overrides or judges))]
     if begin < start:
-        phases.insert(0, Phase(unchanged, begin + 1, start))
+        phases.insert(0, Phase(unchanged, begin + 1, start, is_own=True))
     return Replay(parent, archive, own, phases)
 
 

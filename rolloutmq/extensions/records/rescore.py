@@ -1,0 +1,157 @@
+"""Score the stored responses of a run by another judge, for a replay on the new scores.
+
+The new archive has the same groups with other rewards. A step is judged at once and its file
+written last, so the command goes on where it was killed. A judge that raises ends it: a rollout
+without its new score would keep the wrong one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from buffer.errors import ConfigError
+from buffer.job import PayloadRef
+from buffer.manifest import Manifest, ManifestEntry
+from buffer.redis.payloads import checksum
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
+from consumer.handle.sample_log import TokenTexts
+from producer_workers.config.task import TaskSection
+from producer_workers.judges.judge import Judge
+from producer_workers.judges.load import load_for, load_worker_judge, make_judge
+from rolloutmq.extensions.records.archive import Archive, files_of
+from rolloutmq.extensions.records.step_file import StepFile, config_of, write_step
+
+AT_ONCE = 16  # groups that are judged at the same time
+EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A rollout whose score changed most in its step."""
+
+    gid: str
+    index: int
+    before: float
+    after: float
+
+
+@dataclass(slots=True)
+class Differences:
+    """What another judge says of some steps."""
+
+    groups: int = 0
+    changed: int = 0
+    """groups of which a score is another one"""
+    advantages: int = 0
+    """groups of which also the scores relative to their mean are others: what is learned differs"""
+    before: float = 0.0
+    after: float = 0.0
+    """sums of mean scores of the groups"""
+    examples: list[Example] = field(default_factory=list)
+
+    def add(self, group: RolloutGroup, scores: Sequence[float]) -> None:
+        old, new = np.nan_to_num(group.scores), np.asarray(scores)
+        self.groups += 1
+        self.before += float(old.mean())
+        self.after += float(new.mean())
+        if np.array_equal(old, new):
+            return
+        self.changed += 1
+        self.advantages += not np.allclose(old - old.mean(), new - new.mean())
+        index = int(np.abs(new - old).argmax())
+        self.examples.append(Example(group.gid, index, float(old[index]), float(new[index])))
+        self.examples.sort(key=lambda each: -abs(each.after - each.before))
+        del self.examples[EXAMPLES:]
+
+
+def rescore(
+    source: Archive, target: Archive, task: str, judge: str, steps: range
+) -> Iterator[tuple[int, Differences]]:
+    """Judge the groups of `task` in these steps, and write each step; yield it and all so far.
+
+    A step that `target` has is only compared. Raises ConfigError for a judge that cannot be
+    loaded, and what it raises.
+    """
+    found = Differences()
+    done = {*target.steps()}
+    with source.open(steps[0]) as first:
+        config = config_of(first.facts.config)
+    if task not in config.tasks:
+        raise ConfigError(f"there is no task {task!r}", hint=f"known: {', '.join(config.tasks)}")
+    section = config.tasks[task].model_copy(update={"judge": judge})
+    texts = TokenTexts([config.model_folder])
+    scorer = _load(section)
+    with asyncio.Runner() as runner, closing(scorer):
+        for step in steps:
+            with source.open(step) as file:
+                if step not in done:
+                    rewards = runner.run(_judge(file, task, scorer, texts))
+                    _write(file, target, rewards)
+                with target.open(step) as other:
+                    pairs = zip(file.groups(), other.groups(), strict=True)
+                    for before, after in pairs:
+                        if before.task == task:
+                            found.add(before, np.nan_to_num(after.scores).tolist())
+            yield step, found
+
+
+def _load(section: TaskSection) -> Judge:
+    return make_judge(section.judge, lambda spec: load_for(section, spec, load_worker_judge))
+
+
+async def _judge(
+    file: StepFile, task: str, judge: Judge, texts: TokenTexts
+) -> dict[str, list[dict[str, float]]]:
+    """Return the new rewards by gid."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def of(group: RolloutGroup) -> list[dict[str, float]]:
+        states = [state.model_copy(deep=True) for state in group.states]
+        for state in states:
+            state.response = state.response or _text(state, texts)
+        async with places:
+            return await judge.judge_group(states)
+
+    chosen = [group for group in file.groups() if group.task == task]
+    found = await asyncio.gather(*map(of, chosen))
+    return {group.gid: rewards for group, rewards in zip(chosen, found, strict=True)}
+
+
+def _text(state: RolloutState, texts: TokenTexts) -> str:
+    return texts.joined(state.response_ids.tolist(), skip_special_tokens=True) or ""
+
+
+def _write(file: StepFile, target: Archive, rewards: dict[str, list[dict[str, float]]]) -> None:
+    """Write the step with these rewards, and a manifest that names the new bytes."""
+    payloads: dict[str, bytes] = {}
+    entries: list[ManifestEntry] = []
+    for entry in file.manifest.entries:
+        (data,) = file.payloads([entry])
+        if entry.gid in rewards:
+            group = group_bytes.decode(data)
+            states = group.states
+            for state, reward in zip(states, rewards[entry.gid], strict=True):
+                state.reward = {name: float(value) for name, value in reward.items()}
+            data = group_bytes.encode_checked(RolloutGroup(group.gid, group.task, states))
+            ref = PayloadRef(entry.gid, entry.payload.token, 1, len(data), checksum(data))
+            entry = ManifestEntry(ref, entry.samples, entry.version)
+        payloads[entry.gid] = data
+        entries.append(entry)
+    manifest = Manifest(file.manifest.step, file.manifest.header, tuple(entries))
+    facts = file.facts.model_copy(update={"manifest": manifest.lines})
+    names = [name for group in file.groups() for name in files_of(group)]
+    further = {f"columns/{name}": file.member(f"columns/{name}") for name in names}
+
+    def groups(add: Any) -> None:
+        for gid, data in payloads.items():
+            add(gid, data)
+
+    target.put(manifest.step, lambda path: write_step(path, facts, groups, further))

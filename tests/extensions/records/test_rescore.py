@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.step_log import read_steps
+from rolloutmq.config.config import Config
+from rolloutmq.extensions.records.archive import Archive
+from tests.consumer.grpo.training_config import GROUPS, STEPS
+from tests.rolloutmq.conftest import in_process
+
+JUDGE = "tests.extensions.records.other_judge:reversed_score"
+
+
+def rescore(config: Config, *args: str, judge: str = JUDGE) -> dict[str, Any]:
+    what = ("--task", "math", "--judge", judge, "--json")
+    done = in_process("rescore", str(config.run.folder), *what, *args)
+    assert done.returncode == 0, done.stderr
+    return dict(orjson.loads(done.stdout))
+
+
+def test_a_judge_that_was_wrong_is_put_right(trained: Config) -> None:
+    shown = rescore(trained, "--from", "2", "--name", "right")
+    assert shown["groups"] == shown["changed"] == shown["advantages"] == GROUPS * (STEPS - 2)
+    folder = trained.run.folder.with_name("right")
+    assert not (folder / "checkpoints").exists()
+    first = {step: Archive(str(folder / "archive")).raw(step) for step in range(3, STEPS + 1)}
+
+    done = rescore(trained, "--from", "2", "--name", "right", "--yes")
+    assert done["state"]
+    assert {step: Archive(str(folder / "archive")).raw(step) for step in first} == first
+    steps = read_steps(folder)
+    own = {step.step: step for step in read_steps(trained.run.folder)}
+    assert [step.step for step in steps] == [3, 4, 5]
+    for step in steps:
+        assert step.gids == own[step.step].gids
+        assert step.metrics["rewards/mean"] == own[step.step].metrics["rewards/mean"] == 0.5
+    # the first update goes the other way
+    assert steps[0].metrics["loss/policy"] * own[3].metrics["loss/policy"] < 0
+    assert CheckpointFolder(folder / "checkpoints").read(STEPS).step == STEPS
+
+    forked = in_process("fork", str(folder), "--at", str(STEPS), "--name", "right-on", "--json")
+    assert forked.returncode == 0, forked.stderr
+    assert JUDGE in (folder.with_name("right-on") / "config.toml").read_text(encoding="utf-8")
+
+
+def test_the_same_judge_changes_nothing(trained: Config) -> None:
+    shown = rescore(
+        trained, "--from", "4", "--name", "same-scores",
+        judge="tests.extensions.records.other_judge:reversed_score",
+    )  # fmt: skip
+    again = rescore(trained, "--from", "4", "--name", "same-scores")
+    assert shown == again
+
+
+def test_a_judge_that_fails_ends_it_and_writes_no_step(trained: Config) -> None:
+    judge = "tests.extensions.records.other_judge:fails"
+    what = ("--task", "math", "--judge", judge, "--from", "2", "--name", "failing")
+    done = in_process("rescore", str(trained.run.folder), *what)
+    assert done.returncode
+    assert "no verdict" in done.stderr
+    assert Archive(str(trained.run.folder.with_name("failing") / "archive")).steps() == []
