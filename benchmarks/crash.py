@@ -39,7 +39,7 @@ MOMENTS = (
 SOME = ("in take", "in train", "in publish", "in checkpoint")
 NOBODY, POWER = "nobody", "server, with the end of its file"
 VICTIMS = {
-    NOBODY: MOMENTS,
+    NOBODY: SOME,
     "trainer": MOMENTS,
     "server": MOMENTS,
     "worker": SOME,

@@ -219,34 +219,39 @@ def again_ms(tokenizer: Any, turns: int) -> list[float]:
     return spent
 
 
-def at(spent: Sequence[float], turn: int) -> float:
-    """Return the median of the eight turns up to `turn`."""
-    return median(spent[max(0, turn - 8) : turn])
-
-
-def rows(spent: Mapping[str, Sequence[float]], turns: Sequence[int]) -> list[str]:
+def rows(ms: Mapping[str, Sequence[float]], turns: Sequence[int]) -> list[str]:
     lines = ["| ms of processor at turn | " + " | ".join(map(str, turns)) + " |"]
     lines.append("|---|" + "---:|" * len(turns))
-    for name, each in spent.items():
-        lines.append(f"| {name} | " + " | ".join(f"{at(each, n):.2f}" for n in turns) + " |")
+    for name, each in ms.items():
+        lines.append(f"| {name} | " + " | ".join(f"{value:.1f}" for value in each) + " |")
     return lines
 
 
-def draw(spent: Mapping[str, Sequence[float]], turns: Sequence[int], path: Path) -> None:
+def draw(ms: Mapping[str, Sequence[float]], turns: Sequence[int], path: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7, 4), layout="constrained")
     axes = canvas.add_subplot()
-    for name, each in spent.items():
+    for name, each in ms.items():
         style = {"color": "tab:gray", "linestyle": "--"} if name == AGAIN else {}
-        axes.plot(turns, [at(each, n) for n in turns], marker="o", label=name, **style)
+        axes.plot(turns, each, marker="o", label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(turns, list(map(str, turns)))
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set_xlabel(f"turn of a session (some {2 * TOKENS} tokens each)")
     axes.set_ylabel("ms of processor per turn")
     axes.legend()
     canvas.savefig(path, dpi=110)
+
+
+def write(ms: Mapping[str, Sequence[float]], turns: Sequence[int]) -> None:
+    """Write results, picture and the table of the README."""
+    facts = machine_facts()
+    shown = ", ".join(f"{name} {value}" for name, value in facts.items())
+    fill_in(HERE / "README.md", MARK, [*rows(ms, turns), "", f"{shown}."])
+    found = {"machine": facts, "turns": list(turns), "ms": ms}
+    (HERE / "results" / "gateway_turns.json").write_bytes(orjson.dumps(found))
+    draw(ms, turns, HERE / "results" / "gateway_turns.png")
 
 
 def main(
@@ -258,17 +263,11 @@ def main(
     spent = {name: asyncio.run(gateway_ms(tokenizer, name, most + 1)) for name in DIALECTS}
     spent[AGAIN] = again_ms(tokenizer, most)
     turns = [n for n in TURNS if n <= most]
-    typer.echo("\n".join(rows(spent, turns)))
+    # the median of eight turns
+    ms = {name: [round(median(each[n - 8 : n]), 2) for n in turns] for name, each in spent.items()}
+    typer.echo("\n".join(rows(ms, turns)))
     if update:
-        facts = machine_facts()
-        shown = ", ".join(f"{name} {value}" for name, value in facts.items())
-        fill_in(HERE / "README.md", MARK, [*rows(spent, turns), "", f"{shown}."])
-        found = {
-            "machine": facts,
-            "ms": {name: [round(x, 3) for x in s] for name, s in spent.items()},
-        }
-        (HERE / "results" / "gateway_turns.json").write_bytes(orjson.dumps(found))
-        draw(spent, turns, HERE / "results" / "gateway_turns.png")
+        write(ms, turns)
 
 
 if __name__ == "__main__":
