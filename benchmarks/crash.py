@@ -56,12 +56,16 @@ TOKENS = 6
 
 
 class Trial(NamedTuple):
-    """`seconds`: until a step behind all before is committed."""
+    """`seconds`: until a step behind all before is committed.
+
+    `start_s`: of them, until who was killed has started again, as Python loads it; 0: unknown.
+    """
 
     server: str
     victim: str
     moment: str
     seconds: float
+    start_s: float
     steps_again: int
     tokens_again: int
 
@@ -132,9 +136,12 @@ class CrashRun(ChaosRun):
             tokens = _made_twice(events, killed, later)
             if victim == "worker":
                 tokens += _held(events, NAMES[victim], killed)
-            server = f"{self._plan.fsync}"
             seconds = round(committed - killed, 2)
-            yield Trial(server, victim, moment, seconds, len(again), tokens)
+            name = NAMES.get(victim, victim)
+            starts = (e["t"] for e in events if e["op"] == "started" and e["who"] == name)
+            start = round(min((t - killed for t in starts if t > killed), default=0.0), 2)
+            figures = (seconds, min(start, seconds), len(again), tokens)
+            yield Trial(self._plan.fsync, victim, moment, *figures)
 
 
 def _tokens(event: Event) -> int:
@@ -175,30 +182,30 @@ def _held(events: Sequence[Event], worker: str, killed: float) -> int:
 
 
 def rows(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield the table: of each victim, medians and worst cases over its moments."""
-    servers = list(dict.fromkeys(trial.server for trial in trials))
-    yield (
-        "| killed | moments | "
-        + " | ".join(f"{s}: seconds" for s in servers)
-        + " | steps again | tokens again |"
-    )
-    yield "|---|---:|" + "---:|" * (len(servers) + 2)
+    """Yield the table: of each victim, the median and the worst of its moments."""
+    yield "| killed | server | moments | seconds | of which start | steps again | tokens again |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
     for victim in dict.fromkeys(trial.victim for trial in trials):
-        of = [trial for trial in trials if trial.victim == victim]
-        cells = []
-        for server in servers:
-            seconds = [trial.seconds for trial in of if trial.server == server]
-            cells.append(
-                f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else ""
-            )
-        again = [
-            max(getattr(each, name) for each in of) for name in ("steps_again", "tokens_again")
-        ]
-        yield (
-            f"| {victim} | {len({each.moment for each in of})} | "
-            + " | ".join([*cells, *map(str, again)])
-            + " |"
-        )
+        for server in dict.fromkeys(trial.server for trial in trials):
+            of = [each for each in trials if (each.victim, each.server) == (victim, server)]
+            if not of:
+                continue
+            waits = [each.seconds for each in of]
+            start = statistics.median(each.start_s for each in of)
+            cells = [victim, server, len({each.moment for each in of})]
+            cells.append(f"{statistics.median(waits):.1f}, worst {max(waits):.1f}")
+            cells.append(f"{start:.1f}" if start else "")
+            cells += [max(each.steps_again for each in of), max(each.tokens_again for each in of)]
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def write(trials: Sequence[Trial], facts: dict[str, str]) -> None:
+    """Write results and the table of the README."""
+    found = {"machine": facts, "trials": [trial._asdict() for trial in trials]}
+    results = orjson.dumps(found, option=orjson.OPT_INDENT_2)
+    (HERE / "results" / "crash.json").write_bytes(results)
+    shown = ", ".join(f"{name} {value}" for name, value in facts.items())
+    fill_in(HERE / "README.md", MARK, [*rows(trials), "", f"{shown}."])
 
 
 def main(
@@ -226,12 +233,7 @@ def main(
     facts = machine_facts() | {"load": f"{load:.0f} to {psutil.getloadavg()[0]:.0f}"}
     typer.echo("\n".join(rows(trials)))
     if update and not problems:
-        found = {"machine": facts, "trials": [trial._asdict() for trial in trials]}
-        (HERE / "results" / "crash.json").write_bytes(
-            orjson.dumps(found, option=orjson.OPT_INDENT_2)
-        )
-        shown = ", ".join(f"{name} {value}" for name, value in facts.items())
-        fill_in(HERE / "README.md", MARK, [*rows(trials), "", f"{shown}."])
+        write(trials, facts)
     raise typer.Exit(problems)
 
 

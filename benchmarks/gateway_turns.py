@@ -233,7 +233,7 @@ def draw(ms: Mapping[str, Sequence[float]], turns: Sequence[int], path: Path) ->
     canvas = Canvas(figsize=(7, 4), layout="constrained")
     axes = canvas.add_subplot()
     for name, each in ms.items():
-        style = {"color": "tab:gray", "linestyle": "--"} if name == AGAIN else {}
+        style: Json = {"color": "tab:gray", "linestyle": "--"} if name == AGAIN else {}
         axes.plot(turns, each, marker="o", label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(turns, list(map(str, turns)))
