@@ -45,6 +45,11 @@ def group(gid: str, shape: Shape = FULL) -> RolloutGroup:
     return _group(gid, shape, texts)
 
 
+def written(gid: str, shape: Shape, text: str) -> RolloutGroup:
+    """Return a completed group whose response tokens are each `text`."""
+    return _group(gid, shape, [text * shape.response] * shape.samples)
+
+
 def prompt(gid: str, shape: Shape = FULL) -> bytes:
     """Return the INIT payload of a group."""
     ids = _tokens(_generator(gid), shape.prompt)

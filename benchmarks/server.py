@@ -55,13 +55,13 @@ def used_by(process: int) -> float:
 
 
 @contextmanager
-def durable_server() -> Iterator[BenchServer]:
-    """Start the embedded Valkey with `appendfsync always`."""
+def durable_server(port: int | None = None) -> Iterator[BenchServer]:
+    """Start the embedded Valkey with `appendfsync always`. `port`: of TCP; None: a Unix socket."""
     with (
         tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder,
-        EmbeddedServer(Path(folder)) as server,
+        EmbeddedServer(Path(folder), port=port) as server,
     ):
-        yield _connect("durable", server.url)
+        yield connect("durable", server.url)
 
 
 @contextmanager
@@ -84,13 +84,13 @@ def memory_server(binary: str = "") -> Iterator[BenchServer]:
         )
         try:
             _wait_for(f"unix://{socket}")
-            yield _connect("in memory", f"unix://{socket}")
+            yield connect("in memory", f"unix://{socket}")
         finally:
             process.kill()
             process.wait()
 
 
-def _connect(name: str, url: str) -> BenchServer:
+def connect(name: str, url: str) -> BenchServer:
     store = Store(url, name="bench")
     info = store.client.info("server")
     version = (

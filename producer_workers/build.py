@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from buffer.errors import ConfigError
+from buffer.groups.verdicts import Verdicts
 from buffer.imports import load_function
 from buffer.redis.store import Store
 from buffer.run.origin import Origin
@@ -47,6 +48,7 @@ from producer_workers.judges.judge import Judge, judge_call
 from producer_workers.judges.load import (
     HttpJudge,
     is_called_inline,
+    load_for,
     load_judge,
     load_worker_judge,
     make_judge,
@@ -302,12 +304,17 @@ def _make_judge(
 
     def watched(judge: Judge, spec: str) -> Judge:
         if limit := task.judging.limit:
-            judge = judge.under(limit.turns(run, name, spec if is_url(spec) else name))
+            service = getattr(task.attached.get(spec), "url", spec)
+            judge = judge.under(limit.turns(run, name, service if is_url(service) else name))
+        cache = task.judging.cache
+        if cache or judge.counts_use:
+            bounds = (cache.max_entries, cache.max_mb << 20) if cache else ()
+            judge = judge.knowing(Verdicts(run.context, name, *bounds))
         return judges.watch(judge, task.judging.grace_s)
 
     if not task.judging.is_elsewhere:
         return make_judge(
-            task.judge, lambda spec: watched(load_worker_judge(spec, task.judging), spec)
+            task.judge, lambda spec: watched(load_for(task, spec, load_worker_judge), spec)
         )
     from producer_workers.judges.rq_judge import RqJudge
     from producer_workers.judges.rq_worker import judge_url
@@ -317,8 +324,8 @@ def _make_judge(
 
     def ask(judge: str) -> Judge:
         # loaded here too: a mistake is reported at the start, and a service is called from here
-        asked = load_judge(judge, task.judging)
-        if not isinstance(asked, HttpJudge):
+        asked = load_for(task, judge, load_judge)
+        if not isinstance(asked, HttpJudge) and judge not in task.attached:
             sees_group = asked.sees_group
             asked = RqJudge(judge, store, config.run.name, task.judging, sees_group=sees_group)
         return watched(asked, judge)

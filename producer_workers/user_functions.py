@@ -68,7 +68,7 @@ def _of_a_task(
         yield NamedFunction(f"tools = python in {sandbox}", partial(check_sandbox, sandbox))
     if for_judges or not task.judging.is_elsewhere:
         for judge in task.judges:
-            if not is_url(judge):
+            if not is_url(judge) and judge not in task.attached:
                 yield NamedFunction(f"judge = {judge}", partial(load_judge, judge, task.judging))
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from consumer.handle.async_consumer import AsyncRolloutConsumer as AsyncRolloutConsumer
     from consumer.handle.batch import Batch as Batch
     from consumer.handle.checkpoint import CheckpointFolder as CheckpointFolder
+    from consumer.handle.checkpointed_consumer import CheckpointedConsumer as CheckpointedConsumer
     from consumer.handle.publication import publish as publish
     from consumer.handle.rollout_consumer import RolloutConsumer as RolloutConsumer
     from consumer.handle.sharded_consumer import ShardedConsumer as ShardedConsumer
@@ -82,6 +83,7 @@ _NAMES = {
     "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
     "buffer.wire.sampling": "SampleParams",
     "consumer.handle.checkpoint": "CheckpointFolder",
+    "consumer.handle.checkpointed_consumer": "CheckpointedConsumer",
     "consumer.handle.async_consumer": "AsyncRolloutConsumer",
     "consumer.handle.batch": "Batch",
     "consumer.handle.publication": "publish",

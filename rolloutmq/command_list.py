@@ -48,6 +48,8 @@ SECTIONS = {
     },
     "Look": {
         "batch": ("cli.show", "Show the groups of a train step."),
+        "cost": ("extensions.cost.command",
+            "Show where the sampled tokens of a run went, and what it has cost."),
         "logs": ("cli.logs",
             "Show the logs of a run's processes, merged by time; or, as ROLE `events`, those "
             "of its queue."),
@@ -72,6 +74,11 @@ SECTIONS = {
     },
     "Data": {
         "export": ("cli.data", "Write groups to a file, one line per rollout."),
+        "fork": ("extensions.records.commands",
+            "Make a run that goes on from a checkpoint of another one, with other settings."),
+        "prove": ("extensions.records.commands",
+            "Tell which prompts, judges and weights made a checkpoint, and whether all is "
+            "unaltered."),
         "replay": ("extensions.records.commands",
             "Train archived batches of a run again, without workers."),
         "export-model": ("launch.commands",

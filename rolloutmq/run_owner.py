@@ -25,9 +25,11 @@ from pydantic import BaseModel, ValidationError
 
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, RunError, describe
 from buffer.redis.url import mask_url
+from rolloutmq.process_ends import ProcessEnd, ProcessFailed
 from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"
+RECORD_BYTES = 8192  # of the file; a reader takes its first line
 
 _PATIENCE_S = 1.0  # a reader holds the lock for microseconds; an owner holds it longer than this
 
@@ -55,7 +57,8 @@ _ENDED = frozenset({Stage.STOPPED, Stage.FINISHED, Stage.FAILED})
 class LaunchRecord(BaseModel):
     """What the owner of a folder wrote about itself.
 
-    `detail`: what it waits for, or why it failed. `account`: that of an ended run.
+    `detail`: what it waits for, or why it failed. `account`: that of an ended run. `ended_by`: the
+    process whose end ended the run.
     """
 
     run: str
@@ -68,6 +71,7 @@ class LaunchRecord(BaseModel):
     detail: str = ""
     account: str = ""
     versions: dict[str, str] = {}
+    ended_by: ProcessEnd | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -93,16 +97,22 @@ class OwnedFolder:
         )
 
     def note(
-        self, stage: Stage, detail: str = "", *, account: str = "", steps: int | None = None
+        self,
+        stage: Stage,
+        detail: str = "",
+        *,
+        account: str = "",
+        steps: int | None = None,
+        ended_by: ProcessEnd | None = None,
     ) -> None:
         """Write what the owner does now, and the steps of the run if they have changed."""
         changed: dict[str, object] = {"stage": stage, "detail": detail, "account": account}
+        changed["ended_by"] = ended_by
         changed |= {} if steps is None else {"steps": steps}
         self.record = self.record.model_copy(update=changed)
         line = self.record.model_dump_json().encode() + b"\n"
-        # a reader takes the first line: it is whole between these two calls, too
-        os.pwrite(self._lock.fileno(), line, 0)
-        os.ftruncate(self._lock.fileno(), len(line))
+        # always as long as the first one, so that it can be written on a full disk, too
+        os.pwrite(self._lock.fileno(), line.ljust(RECORD_BYTES), 0)
 
 
 @contextmanager
@@ -126,7 +136,8 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
             raise
         except BaseException as error:
             reason = str(error) if isinstance(error, RolloutMQError) else describe(error)
-            owned.note(Stage.FAILED, mask_url(reason))
+            end = error.end if isinstance(error, ProcessFailed) else None
+            owned.note(Stage.FAILED, mask_url(reason), ended_by=end)
             raise
         owned.note(Stage.FINISHED, account=owned.record.account)
 

@@ -19,8 +19,7 @@ fails_with() {  # a part of the message, then the command: it must fail, and say
 
 set -x
 rolloutmq --version
-rolloutmq --help | grep "Start here"
-
+rolloutmq --help
 rolloutmq simulate --workers 2 --median 200 --steps 3
 for template in math code tools agent; do
     rolloutmq init $template --template $template --gpus 0
@@ -28,8 +27,7 @@ done
 cd math
 fails_with "pip install" rolloutmq check config.toml    # the small model needs torch
 cd ..
-
-rolloutmq runs
+fails_with "no server found" rolloutmq runs
 
 # rehearsals: README's, and the test of each template
 pip install --quiet --disable-pip-version-check "$package[testing]" pytest
@@ -42,4 +40,24 @@ python rehearsal.py
 for template in math code tools agent; do
     (cd $template && python -m pytest -q)
 done
-python -c "import sys, rolloutmq; assert 'torch' not in sys.modules; import importlib.util as u; assert not u.find_spec('torch')"
+
+# a real server, a run, and a trainer that takes a batch from it
+python - <<'P'
+import importlib.util
+from pathlib import Path
+from buffer.ids import new_nonce
+from buffer.limits import RunLimits, TaskLimits
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.wire.rollout import FIRST_WEIGHTS
+from rolloutmq import RolloutConsumer, Run, Store
+
+with EmbeddedServer(Path("server")) as server:
+    store = Store(server.url)
+    run = Run.create(store, "w", new_nonce(), RunLimits(tasks={"math": TaskLimits()}), FIRST_WEIGHTS, "/w")
+    consumer = RolloutConsumer(run)
+    consumer.open()
+    assert not consumer.take_batch(1, {"math": 0}).groups
+    consumer.close()
+    store.close()
+assert importlib.util.find_spec("torch") is None
+P

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 SHARED = {
     "vLLM": ("tests/producer_workers/engines/", "tests/pipeline/test_engine_restarts.py"),
     "Chromium": ("tests/rolloutmq/web/",),
-    "forks": ("proofs/truth/test_truth.py",),
+    # the kernel's kills are counted for the whole machine
+    "forks": ("proofs/truth/test_truth.py", "tests/rolloutmq/launch/"),
 }
 """Files that share what each process would have to start again: engines, a browser, imports."""
 

@@ -21,7 +21,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.peers.other_peers import RaggedTransferQueue, RayQueue, SkyRL, TransferQueue
 from benchmarks.peers.peer import Peer, rows
 from benchmarks.peers.redis_peers import Ours, Plain, Stream
-from benchmarks.peers.table import KINDS, draw, figures_of, table, write_table
+from benchmarks.peers.table import KINDS, figures_of, table, write_table
 from benchmarks.report import print_table, read_json, write_json
 from benchmarks.server import durable_server, memory_server, used_by
 from buffer.wire.group import RolloutGroup
@@ -52,7 +52,7 @@ SLOW = 8
 def main(
     rounds: Annotated[int, typer.Option(help="rounds that count; one before them does not")] = 5,
     tables: Annotated[
-        bool, typer.Option("--tables", help="measure nothing: write plot and table again")
+        bool, typer.Option("--tables", help="measure nothing: write the table again")
     ] = False,
 ) -> None:
     """Compare put and take with other queues, by processor time of client and servers."""
@@ -64,7 +64,6 @@ def main(
     print_table([figure for figure in figures if figure.target is not None])
     typer.echo("\n".join(table(figures)))
     write_table(figures, facts, BENCHMARKS / "README.md")
-    draw(figures, RESULTS.with_suffix(".png"))
 
 
 def measured(rounds: int, sizes: Sequence[Size] = SIZES) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""The figures of all queues: as ratios to ours, as a table, and as a picture."""
+"""The figures of all queues: as ratios to ours, and as a table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-
-from matplotlib.figure import Figure as Canvas
 
 from benchmarks.asked import machine, measure
 from benchmarks.figure import Figure, Spent, ratio
@@ -48,31 +46,7 @@ def table(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def write_table(figures: Sequence[Figure], facts: Mapping[str, str], path: Path) -> None:
-    """Replace what stands between the marks of the peers by the first size; the plot has two."""
-    shown = [figure for figure in figures if figure.section == figures[0].section]
+    """Replace what stands between the marks of the peers by tables of the first two sizes."""
+    sizes = list(dict.fromkeys(figure.section for figure in figures))[:2]
+    shown = [figure for figure in figures if figure.section in sizes]
     fill_in(path, _MARK, [*table(shown), machine(facts)])
-
-
-def _drawn(figures: Sequence[Figure]) -> list[str]:
-    return list(dict.fromkeys(figure.section for figure in figures))[:2]
-
-
-def draw(figures: Sequence[Figure], path: Path) -> None:
-    """Draw processor time of put and take for each size: ours in colour."""
-    sections = _drawn(figures)
-    canvas = Canvas(figsize=(11, 6.5), layout="constrained")
-    grid = canvas.subplots(len(sections), len(KINDS), squeeze=False, sharex=True)
-    for line, section in zip(grid, sections, strict=True):
-        for axes, kind in zip(line, KINDS, strict=True):
-            ending = f": {kind}: processor"
-            bars = {
-                figure.name.removesuffix(ending): figure.value
-                for figure in reversed(figures)
-                if figure.section == section and figure.name.endswith(ending)
-            }
-            colours = ["tab:orange" if name.startswith("ours") else "tab:gray" for name in bars]
-            shown = axes.barh(list(bars), list(bars.values()), color=colours)
-            axes.bar_label(shown, fmt="{:,.0f}", padding=3, fontsize="small")
-            axes.set(title=f"{kind}, {section}", xscale="log", xlim=(50, 500_000))
-    canvas.supxlabel("microseconds of processor time for a group, client and servers")
-    canvas.savefig(path, dpi=110)

@@ -16,6 +16,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from buffer.control.retry_counts import Retries, read_retries
 from buffer.readable import shorten_reason
 from buffer.wire.rollout import PolicyVersion
 
@@ -134,6 +135,7 @@ class HeartbeatNumbers:
         0.0, "tok/s", "As the worker reports it.", metric="worker_tokens_per_second",
         table="workers", total="tokens/s",
     )  # fmt: skip
+    sampling_ms: int = 0  # the time in which its engine had a request
     done: int = _reported(0, "done", "Groups that it completed.", table="workers")
     failed: int = _reported(
         0, "failed", "Groups that failed on it.", metric="worker_groups_failed", is_counter=True
@@ -149,6 +151,7 @@ class HeartbeatNumbers:
     )  # fmt: skip
     judging_ms: int = 0  # the time that all answers of judges took together
     judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
+    retried: str = ""  # rollouts by task and cause: `RetryCounts.text`
     quota_waits: int = _reported(
         0, "waits", "Calls that wait for a quota.", metric="worker_calls_waiting",
     )  # fmt: skip
@@ -159,6 +162,21 @@ class HeartbeatNumbers:
         note="{} processes of your functions hung, crashed or ran out of memory, and were "
         "replaced; its log names them",
     )  # fmt: skip
+    # of its host, as far as known (`HostWatch`): the time since the heartbeat before, and now
+    busy_percent: int | None = None  # all processors together
+    memory_bytes: int | None = None  # in use
+    memory_total_bytes: int | None = None
+    disk_free_bytes: int | None = None  # where it was started
+    gpu_busy_percent: int | None = None  # the mean of its GPUs
+    gpu_memory_bytes: int | None = None  # in use, of all its GPUs
+    gpu_memory_total_bytes: int | None = None
+
+
+HOST_NUMBERS = (
+    *("busy_percent", "memory_bytes", "memory_total_bytes", "disk_free_bytes"),
+    *("gpu_busy_percent", "gpu_memory_bytes", "gpu_memory_total_bytes"),
+)
+"""Fields of a heartbeat that are the same for all processes of a host."""
 
 
 NUMBERS: Mapping[str, NumberRow] = {
@@ -179,6 +197,8 @@ class HeartbeatReport(HeartbeatNumbers):
     known_epoch: int = 0
     lengths: str = ""
     """of responses that it began: `LengthCounts.text`"""
+    sampled: str = ""
+    """by task: `TokenCounts.text` of the worker"""
 
     def arguments(self) -> dict[str, str | int]:
         """Return the arguments of the script; `report` is "name=value name=value"."""
@@ -192,6 +212,7 @@ class HeartbeatReport(HeartbeatNumbers):
             "refusal": shorten_reason(self.refusal),
             "report": " ".join(f"{name}={n}" for name, n in numbers.items() if n not in (None, "")),
             "lengths": self.lengths,
+            "sampled": self.sampled,
         }
 
 
@@ -219,6 +240,11 @@ class WorkerRecord(HeartbeatNumbers):
     seen_ms: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
     """what else the worker registered: host, pid, …"""
+
+    @property
+    def retries(self) -> Retries:
+        """Rollouts that failed while their group went on, by task and cause."""
+        return read_retries(self.retried)
 
     @property
     def judge_times(self) -> Histogram:

@@ -7,8 +7,9 @@ bitmap the rest, in the bit order of a server's bitmap (compressed in the checkp
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -108,6 +109,11 @@ class TrainedDraws(BaseModel):
         return self.imported, task, draw - IMPORTED_FROM
 
 
+def link(head: str, terms: str, lines: Sequence[str]) -> str:
+    """Return the head of a chain of steps behind one more, whose manifest has these lines."""
+    return hashlib.sha256("\n".join([head, terms, *lines]).encode()).hexdigest()
+
+
 class Position(BaseModel):
     """The training of a run, for a checkpoint, as JSON.
 
@@ -124,12 +130,25 @@ class Position(BaseModel):
     batches: dict[int, list[str]] = {}  # as lines, of the steps after the oldest kept checkpoint
     trained: TrainedDraws = TrainedDraws()
     skipped: dict[str, DrawSet] = {}  # when the checkpoint was written, by task
+    terms: dict[int, str] = {}  # digests of config and code, by the first step of each
+    proof: str = ""  # head of the chain of all trained steps (`link`)
 
     def add(self, manifest: Manifest) -> None:
         """Record that a batch was trained. Raises AccountError as `add_batch`."""
         self.trained.add_batch(manifest.step, manifest.gids)
         self.batches[manifest.step] = manifest.lines
         self.step = manifest.step
+        self.proof = link(self.proof, self.terms_of(self.step), manifest.lines)
+
+    def terms_of(self, step: int) -> str:
+        """Return the digest of the terms of a step; "" where the trainer gave none."""
+        first = max((first for first in self.terms if first <= step), default=None)
+        return "" if first is None else self.terms[first]
+
+    def set_terms(self, digest: str) -> None:
+        """Let later steps have other terms, as after an edit of the config."""
+        if self.terms_of(self.step) != digest:
+            self.terms[self.step + 1] = digest
 
     def forget(self, keep: int) -> None:
         """Remove the manifests up to `keep`, the oldest kept checkpoint, which no take needs."""

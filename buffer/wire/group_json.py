@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from buffer.wire.columns import all_columns
 from buffer.wire.document import plain_structure
-from buffer.wire.group import RolloutGroup
+from buffer.wire.group import FEEDBACK, RolloutGroup
 from buffer.wire.rollout import RolloutState
 
 
@@ -35,6 +35,7 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         "reward": rollout.reward,
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
+        "feedback": rollout.extra.get(FEEDBACK),
         "session_id": rollout.session_id,
         "role": rollout.role,
         "tool_calls": [asdict(call) for call in rollout.tool_calls],

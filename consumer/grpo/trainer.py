@@ -54,9 +54,17 @@ class Trainer:
     """Trains the run of `config` from its newest checkpoint to its last step; rank 0 of `ranks`."""
 
     def __init__(
-        self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE
+        self,
+        run: Run,
+        config: TrainingConfig,
+        model_dir: Path,
+        ranks: Ranks = ALONE,
+        *,
+        terms: str = "",
     ) -> None:
+        """`terms`: digest of what batches are trained under, for the checkpoints."""
         self._run = run
+        self._terms = terms
         self._config = config
         self.rank = TrainerRank(run, config, model_dir, ranks)
         folder = config.run.folder
@@ -99,6 +107,7 @@ class Trainer:
         self._position = found or Position(
             step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce
         )
+        self._position.set_terms(self._terms)
         self._evaluations = EvaluationPlan(
             self._config,
             self._run.limits.eval_tasks,

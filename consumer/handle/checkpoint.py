@@ -2,17 +2,18 @@
 
 <folder>/step-000012/trainer.json           the position (buffer/ledger/position.py)
                      state-*.safetensors     of each rank (saved_state.py)
+                     *.sha256                the digest of each, for `sha256sum -c`
 
 Invariant: a folder under its final name is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.ledger.position import Position
 from buffer.redis.whole_file import sync
 from buffer.weights.new_folder import follow_umask
+from buffer.weights.transport import Save
 
 log = logging.getLogger("rolloutmq.trainer")
 
 POSITION = "trainer.json"
+
+DIGEST = ".sha256"  # suffix of the file with the digest of another
 
 ROWS = "rows"  # metadata key: first row and number of all rows of sharded tensors
 
@@ -58,15 +62,17 @@ class CheckpointFolder:
             ) from error
         return position
 
-    def newest_whole(self) -> Position | None:
+    def newest_whole(self, *, has_state: bool = True) -> Position | None:
         """Return the newest whole position; None: no checkpoint.
 
+        `has_state`: the reference trainer wrote them, whose files of tensors are checked, too.
         Raises ModelError if none is whole.
         """
         problems = []
         for step in reversed(self._folders()):
             try:
-                check_state(self.path(step))
+                if has_state:
+                    check_state(self.path(step))
                 return self.read(step)
             except ModelError as error:
                 log.warning("passing over the checkpoint of step %s: %s", step, error.message)
@@ -79,7 +85,7 @@ class CheckpointFolder:
             )
         return None
 
-    def write(self, position: Position, save: Callable[[Path], None]) -> Path:
+    def write(self, position: Position, save: Save) -> Path:
         """Write a checkpoint and return its folder; `save` writes all parts but the position."""
         folder = self.begin(position.step)
         try:
@@ -104,6 +110,7 @@ class CheckpointFolder:
         data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
         try:
             (folder / POSITION).write_bytes(data)
+            keep_digest(folder / POSITION)
             follow_umask(folder)
             for written in [*folder.rglob("*"), folder]:
                 sync(written)
@@ -152,6 +159,17 @@ class CheckpointFolder:
 
     def _hidden(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def keep_digest(file: Path) -> None:
+    """Write the SHA-256 of a file beside it, as `sha256sum` does."""
+    text = f"{digest_of(file)}  {file.name}\n"
+    file.with_name(f"{file.name}{DIGEST}").write_text(text, encoding="utf-8")
+
+
+def digest_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_state(folder: Path) -> None:

@@ -1,14 +1,15 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
 A line of `steps.jsonl`: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "ended_s":
-1790000000.0, "metrics": {"rewards/mean": 0.4, …}, "histograms": {"rewards": …}} (`StepHistogram`).
-A line replaces every earlier line of its step
-and of later ones, as a trainer that restarts trains steps again; no group may remain twice (I6).
+1790000000.0, "host": "gpu7", "metrics": {"rewards/mean": 0.4, …}, "histograms": {"rewards":
+`StepHistogram`, …}}. A line replaces every earlier line of its step and of later ones, as a trainer
+that restarts trains steps again; no group may remain twice (I6).
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -57,7 +58,8 @@ class StepWriter:
         histograms: Histograms = _NO_HISTOGRAMS,
     ) -> None:
         entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
-        entry |= {"ended_s": round(time.time(), 3), "metrics": metrics}
+        entry |= {"ended_s": round(time.time(), 3), "host": socket.gethostname()}
+        entry["metrics"] = metrics
         entry["histograms"] = {name: each.document() for name, each in histograms.items()}
         append_line(self._folder / STEPS_FILE, entry)
 
@@ -89,6 +91,7 @@ class TrainedStep:
     metrics: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None  # since 1970; None in a log without it
     histograms: Histograms = field(default_factory=dict)
+    host: str = ""  # of the trainer
 
     @property
     def began_s(self) -> float | None:
@@ -105,6 +108,7 @@ class TrainedStep:
             step=int(line["step"]),
             lineage=str(line.get("lineage", "")),
             gids=tuple(line.get("gids") or ()),
+            host=str(line.get("host", "")),
             metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
             ended_s=float(line["ended_s"]) if "ended_s" in line else None,
             histograms={name: found for name, found in histograms.items() if found},

@@ -20,6 +20,9 @@ scripts (`python -m buffer.redis.script_list`); a name with an asterisk is a pre
 script completes. Trainer and operator may write every key, other roles those of "written by".
 `save` copies what is saved; the rest belongs to living processes. The same questions as commands
 are in [Commands](commands.md).
+
+Keys of a limit on calls (`limit…`, and `bell:` of its callers) belong to no run, and begin with
+`rmq-limit:{NAME}:`.
 """
 
 PLACEHOLDERS = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.engine import EngineConfig
@@ -45,11 +45,18 @@ class OwnEngine(NamedTuple):
     """returns the folder of its model; raises HubError"""
 
 
-class AttachedJudge(ABC):
+class AttachedJudge:
     """The values of [tasks.<name>.<key>], which pydantic makes.
 
     `config`: the `ProducingConfig` of the process.
     """
+
+    is_scorer: ClassVar[bool] = False
+    """whether a task's `judge` may have its key as name: then `scorer` gives the scores"""
+
+    def scorer(self, judging: Any) -> Any:
+        """Return the `Judge` of these values. Raises ConfigError."""
+        raise NotImplementedError
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -84,6 +91,6 @@ class AttachedJudge(ABC):
         return {}
 
     @classmethod
-    @abstractmethod
     def judges(cls, config: Any, tasks: Sequence[str]) -> Mapping[str, ColumnJudge]:
-        """Return the judge of each of `tasks` that has one, for one worker. Raises ConfigError."""
+        """Return what adds columns to each of `tasks`, for one worker. Raises ConfigError."""
+        return {}

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from producer_workers.call_turns import Turns
 
 
+class CacheSection(Section):
+    """cache: verdicts that are kept in Redis, for all workers of the run.
+
+    A verdict is known by the judge (its name, the source of its module or its URL, a language
+    model's settings) and by all that it read: prompt, response, ground truth, `extra`.
+    """
+
+    max_entries: Count = Field(100_000, ge=2)
+    """most verdicts; the older half is dropped when there are more"""
+    max_mb: Count = Field(64, ge=1)
+    """most MiB of them"""
+
+
 class LimitSection(Section):
     """limit: the quota of a service, which all workers of all runs on one server keep together.
 

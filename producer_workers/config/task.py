@@ -18,7 +18,7 @@ from buffer.wire.document import MAX_MEMBERS
 from buffer.wire.framing import MAX_BYTES
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.attached_judge import AttachedJudge
-from producer_workers.config.call_limit import LimitSection
+from producer_workers.config.call_limit import CacheSection, LimitSection
 from producer_workers.config.dataset import DatasetSection, ImagesSection
 from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from producer_workers.config.strategy import StrategySection
@@ -182,6 +182,10 @@ class JudgingSection(Section):
     """quota of what the judge calls, for all workers together: { requests_per_minute, at_once, … };
     a call waits for its turn before its timeout_s begins; default: none
     """
+    cache: CacheSection | None = None
+    """ask the judge once about the same response to the same prompt: {} or { max_entries, max_mb };
+    default: ask it each time
+    """
     grace_s: float = Field(10.0, ge=0, le=YEAR_S)
     """time that a judge has to finish when an abort pause begins; then it is cancelled, and its
     rollout keeps its tokens and is judged when its group is claimed again
@@ -269,9 +273,12 @@ class TaskSection(Attaching):
                     raise ValueError(
                         f"data source {source!r} has no judge with a weight other than 0"
                     )
+        others = attached(cls.attaches)
         for name in judge_names(judge):
-            if name not in named_judges() and not is_dotted_path(name) and not is_url(name):
-                known = ", ".join((*named_judges(), NO_JUDGE))
+            if name in named_judges() or name in others:
+                continue
+            if not is_dotted_path(name) and not is_url(name):
+                known = ", ".join((*named_judges(), *others, NO_JUDGE))
                 raise ValueError(
                     f"expected {known}, package.module:function or a URL, not {name!r}"
                 )
@@ -285,6 +292,9 @@ class TaskSection(Attaching):
                 f"judge {', '.join(unsafe)} needs a process of its own: "
                 'set judging = { kind = "process" }'
             )
+        for name in set(self.judges) & attached(self.attaches).keys():
+            if not getattr(self.attached.get(name), "is_scorer", False):
+                yield f"judge {name!r} needs its values: set {name} = {{ … }} in the task"
         if (size := self.group_bytes(None)) > MAX_BYTES:
             yield (
                 f"prompt_repeat_k = {self.prompt_repeat_k} responses of sample.max_tokens = "
@@ -346,7 +356,8 @@ def _inherit(task: Any, training: Mapping[str, Mapping[str, Any]]) -> Any:
     base = training.get(task["eval_of"]) or next(iter(training.values()), {})
     once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False}
     # what packages attach adds columns to what is trained
-    inherited = {key: value for key, value in base.items() if key in TaskSection.model_fields}
+    kept = {*TaskSection.model_fields, str(base.get("judge"))}
+    inherited = {key: value for key, value in base.items() if key in kept}
     merged = {**inherited, **once, **task}
     if all(isinstance(part.get("sample", {}), Mapping) for part in (base, task)):
         greedy = {"temperature": 0.0}

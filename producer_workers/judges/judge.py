@@ -11,6 +11,7 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from msgspec import structs
 
 from buffer.errors import JudgeError, RolloutMQError, Skip, WireError
+from buffer.groups.verdicts import Verdicts
 from buffer.wire.columns import all_columns, column_named
 from buffer.wire.rollout import RolloutState
 from producer_workers.call_turns import Turns
@@ -66,9 +68,22 @@ class Judge(ABC):
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """Make one call, for one rollout or, if it `sees_group`, for a group."""
 
+    counts_use = False
+    """whether it tells `Verdicts` what it uses, also if none are kept"""
+
     def under(self, turns: Turns) -> Judge:
         """Return this judge, whose calls wait for their turns."""
         return LimitedJudge(self, turns)
+
+    def knowing(self, verdicts: Verdicts) -> Judge:
+        """Return this judge, which uses and keeps verdicts."""
+        from producer_workers.judges.cached import CachedJudge
+
+        return CachedJudge(self, verdicts)
+
+    def identity(self) -> str:
+        """Return what tells this judge from others, and from itself after a change."""
+        return self.name
 
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """End what the judge started."""
@@ -80,6 +95,7 @@ class LimitedJudge(Judge):
     def __init__(self, judge: Judge, turns: Turns) -> None:
         self.name = judge.name
         self.sees_group = judge.sees_group
+        self.identity = judge.identity  # type: ignore[method-assign]
         self._judge = judge
         self._turns = turns
 
@@ -113,11 +129,18 @@ class FunctionJudge(Judge):
         self._call = judge_call(
             f"judge {name!r}", name, function, shape, judging, path=path, options=options
         )
+        self._function = function
         is_plain = path is None and not inspect.iscoroutinefunction(function)
         self.is_quick = is_quick and is_plain and not self.sees_group
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         return take_columns(self.name, states, await self._call(states))
+
+    def identity(self) -> str:
+        function = self._function.func if isinstance(self._function, partial) else self._function
+        with suppress(OSError, TypeError):  # written in C, or in no file
+            return f"{self.name} {inspect.getsource(inspect.getmodule(function) or function)}"
+        return self.name
 
     async def judge_each(
         self, states: Sequence[RolloutState]

@@ -15,7 +15,13 @@ from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.call_turns import Turns
 from producer_workers.config.sandbox import is_url
-from producer_workers.config.task import RUNS_PROGRAMS, JudgeSpec, JudgingSection, named_judges
+from producer_workers.config.task import (
+    RUNS_PROGRAMS,
+    JudgeSpec,
+    JudgingSection,
+    TaskSection,
+    named_judges,
+)
 from producer_workers.http_client import Service
 from producer_workers.judges.judge import (
     BareJudge,
@@ -51,6 +57,13 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
     is_sandboxed = _path(spec) == named_judges()[RUNS_PROGRAMS].path
     options = {"sandbox": judging.sandbox} if is_sandboxed else {}
     return FunctionJudge(spec, function, judging, path=_path(spec), options=options)
+
+
+def load_for(task: TaskSection, spec: str, load: Callable[[str, JudgingSection], Judge]) -> Judge:
+    """Make one judge of a task: by `load`, unless a package attaches it. Raises ConfigError."""
+    section = task.attached.get(spec)
+    judge: Judge = section.scorer(task.judging) if section else load(spec, task.judging)
+    return judge
 
 
 def load_bare_judge(spec: str, judging: JudgingSection) -> Judge:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from buffer.control.length_counts import CUT, FINISHED, LengthCounts
+from buffer.control.retry_counts import RetryCounts
 from buffer.errors import (
     Fenced,
     GroupAbandoned,
@@ -116,6 +117,7 @@ class GroupRunner:
         self._submitter = Submitter(self._run, self._worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
+        self.retries = RetryCounts()
         self._kept = Counter[str]()  # dead letters with their responses, by cause
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
@@ -214,12 +216,13 @@ class GroupRunner:
     async def _end(self, job: Job, end: End) -> None:
         """Make the one call to the server that ends a group. Raises Fenced, and as `run`."""
         self._held.submitting.add(job)
+        sampled = self._engine.token_counts.of(job.gid)
         match end:
             case Submit():
                 await self._submit(job, end)
             case Drop():
                 log.warning("dropped: %s", end.reason, extra={"gid": job.gid})
-                drop = partial(self._run.jobs.drop, job.gid, revoke=self._worker)
+                drop = partial(self._run.jobs.drop, job.gid, revoke=self._worker, sampled=sampled)
                 try:
                     await self._insist(drop)
                 except GroupHeld as error:  # another worker has it by now
@@ -228,7 +231,7 @@ class GroupRunner:
                 self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
             case Release():
                 try:
-                    facts = (end.kind, end.reason, end.ended, end.record)
+                    facts = (end.kind, end.reason, end.ended, end.record, sampled)
                     await self._insist(self._run.jobs.release, self._worker, job, *facts)
                 except Fenced as error:
                     log.warning("not released: %s", error, extra={"gid": job.gid})
@@ -240,7 +243,8 @@ class GroupRunner:
                     raise end.error
 
     async def _submit(self, job: Job, end: Submit) -> None:
-        result = Result(job, end.group, end.new_tokens, not end.is_kept)
+        sampled = self._engine.token_counts.of(job.gid)
+        result = Result(job, end.group, end.new_tokens, not end.is_kept, sampled)
         try:
             await self._submitter.submit(result)
         except Exception as error:
@@ -329,13 +333,16 @@ class GroupRunner:
             read = group = await self._insist(self._run.buffer.read, job.prompt)
         if not len(group.response_ids):
             return group, 0
-        states = group.states
+        states, expired = group.states, 0
         if limit := await self._insist(self._run.buffer.age_limit, job.gid):
             discard = partial(self._count_lost, job, "expired")
             states = restart_too_old(states, limit, discard)
+            expired = group.sampled_tokens - sum(s.length for each in states for s in each.spans)
         if not self._tasks[job.task].partial_rollout:
             restart_unfinished(states)
         group = group.continued(states)
+        again = sum(len(s.response_ids) for s in states if not has_ended(s))
+        self._engine.token_counts.resume(job.gid, again, expired)
         return group, min(len(read.response_ids), len(group.response_ids))
 
     async def _generate(self, job: Job, group: RolloutGroup) -> tuple[RolloutGroup, bool]:
@@ -359,7 +366,12 @@ class GroupRunner:
         limit = self._held.time_limit(job, runner.group_time_limit_s)
         with observed, engine.shown(job.gid, group.multimodal), limit:
             tries = self._run.limits.max_tries - job.tries + 1
-            discard = partial(self._count_lost, job, "failed")
+
+            def discard(failed: Sequence[RolloutState]) -> None:
+                self._count_lost(job, "failed", failed)
+                for reason in {state.index: state.error or "" for state in failed}.values():
+                    self.retries.add(job.task, reason)
+
             made = await runner.generate_each(
                 states, engine, job.gid, source, generate, tries, discard
             )

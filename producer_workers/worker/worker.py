@@ -38,8 +38,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from buffer.control.control import ControlState, Mode
+from buffer.control.host_watch import HostWatch
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
@@ -120,10 +122,12 @@ class Worker:
         self._judges = {task.judges for task in tasks.values()}
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
+        self._host = HostWatch(Path.cwd())
         self.facts = {"host": socket.gethostname(), "pid": str(os.getpid()), "engine": engine.name}
         is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck
+            *(run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck),
+            self._engine.token_counts.total,
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -245,6 +249,7 @@ class Worker:
             state=self._state(),
             refusal=self._weights.refusal,
             tokens_per_s=self._token_rate.measure(self._runner.tokens),
+            sampling_ms=self._engine.token_counts.sampling_ms(),
             done=self._runner.done,
             known_epoch=known_epoch,
             concurrency=self._claims.limit(),
@@ -252,9 +257,12 @@ class Worker:
             failed=self._runner.failed,
             judging=self._groups.judging(),
             **reported(self._judges),
+            retried=self._runner.retries.text(),
             **call_turns.reported(),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
+            sampled=self._engine.token_counts.text(),
+            **self._host.numbers(),
         )
         jobs = self._groups.jobs()
         return report, jobs, self._groups.oldest(jobs)
@@ -381,7 +389,8 @@ class Worker:
             await self._runner.close()
             await self._weights.close()
             self._loop_watch.stop()
-        if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
+        sampled = self._engine.token_counts.text()
+        if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce, sampled):
             log.warning("left while groups are held; their leases will run out")
         if isinstance(self._failure, GroupChanged):
             raise self._failure

@@ -20,7 +20,7 @@ from producer_workers.config.task import NO_JUDGE, RUNS_PROGRAMS, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.datasets.records import raised_at
-from producer_workers.judges.load import check_truth, load_worker_judge, make_judge
+from producer_workers.judges.load import check_truth, load_for, load_worker_judge, make_judge
 from producer_workers.judges.response_text import text_of
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from producer_workers.producer.sampler import JUDGED, Sampler, TooLong
@@ -225,12 +225,13 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
 async def _ask(
     task: TaskSection, states: Sequence[RolloutState]
 ) -> list[dict[str, float] | JudgeError | Skip]:
-    judging = task.judging
-    if judging.is_elsewhere:
-        judging = judging.model_copy(update={"kind": "process"})
+    if task.judging.is_elsewhere:
+        judging = task.judging.model_copy(update={"kind": "process"})
+        task = task.model_copy(update={"judging": judging})
     judges = WatchedJudges(JudgeTimes())
     judge = make_judge(
-        task.judge, lambda each: judges.watch(load_worker_judge(each, judging), judging.grace_s)
+        task.judge,
+        lambda each: judges.watch(load_for(task, each, load_worker_judge), task.judging.grace_s),
     )
 
     async def ask(state: RolloutState) -> dict[str, float] | JudgeError | Skip:

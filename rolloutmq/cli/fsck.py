@@ -15,8 +15,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from buffer.errors import AccountError, StoreUnsafe
+from buffer.errors import AccountError, StoreUnavailable, StoreUnsafe
+from buffer.imports import attached, load_object
 from buffer.ledger.account import FsckReport
+from buffer.redis.key_fields import Damage
 from buffer.redis.server.check import check_all
 from buffer.run.run import Run
 from consumer.handle.step_log import STEPS_FILE, StepLog
@@ -30,6 +32,7 @@ from rolloutmq.options import (
     Target,
     choose_run,
     folder_of,
+    folder_without_server,
     on_run,
     open_server,
 )
@@ -40,6 +43,9 @@ from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.screen import groups_table
 
 _SHOWN = 20
+
+AUDITS = "rolloutmq.audits"
+"""The group of entry points whose functions return further faults of a run, as sentences."""
 
 
 @command("fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean")
@@ -55,6 +61,8 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
         found = target.run.account.fsck(
             lambda done, total: advance(f"checked, of {count(total)} groups", done)
         )
+    for spec in attached(AUDITS).values():
+        found.damage += map(Damage, load_object(spec, kind="audit")(target.run))
     folder = target.run_dir
     has_log = folder and (folder / STEPS_FILE).is_file()
     steps = RunFolder(folder).log if folder and has_log else None
@@ -137,6 +145,15 @@ def _verdict(good: str, bad: list[str], word: str = "wrong") -> Text:
     return text.append("\n" + "\n".join(lines), style="not bold red")
 
 
+def read_folder(read: RunFolder, error: StoreUnavailable) -> Output:
+    lost = f"run {read.name}, from its folder: {error.message}"
+    found = [asdict(symptom) for symptom in read.findings]
+    document: dict[str, Any] = {"server": None, "error": error.message, "findings": []}
+    document["runs"] = {read.name: found}
+    shown = [Text(lost, style="yellow"), *(symptom.text() for symptom in read.findings)]
+    return Output(document, shown)
+
+
 @command("doctor", epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0")
 def doctor(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
@@ -144,13 +161,20 @@ def doctor(
     """Check the server, and report what each run waits for.
 
     Reports since when it waits, and what to do. Exits with 3 if the server could lose data, else
-    with 0.
+    with 0. Of a run whose server is lost, it reports how the run ended, from its folder.
     """
-    with open_server(redis_url, run_dir) as (store, address):
-        findings = store.retrying("check", lambda: check_all(store.servers))
-        names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
-        find_folder = partial(folder_of, named=address.run_dir)
-        diagnoses = {name: diagnose_run(store, name, find_folder) for name in names}
+    try:
+        with open_server(redis_url, run_dir) as (store, address):
+            findings = store.retrying("check", lambda: check_all(store.servers))
+            names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
+            find_folder = partial(folder_of, named=address.run_dir)
+            diagnoses = {name: diagnose_run(store, name, find_folder) for name in names}
+    except StoreUnavailable as error:
+        folder = folder_without_server(redis_url, run_dir, run)
+        if folder is None:
+            raise
+        read_folder(RunFolder(folder), error).print(as_json=as_json)
+        return
     runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()}
     document = {"server": str(address), "findings": [asdict(found) for found in findings]}
     shown = [Text(f"server {address}", style="bold")]

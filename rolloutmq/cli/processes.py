@@ -150,7 +150,7 @@ def judge(
 
     judges: dict[str, str] = {}  # each with its sandbox
     for task in settings.tasks.values():
-        for name in task.judges if task.judging.is_elsewhere else ():
+        for name in set(task.judges) - task.attached.keys() if task.judging.is_elsewhere else ():
             sandbox = task.judging.sandbox
             if not is_url(name) and judges.setdefault(name, sandbox) != sandbox:
                 raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import RenderableType
 from typer import Option
@@ -14,11 +16,15 @@ from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output
 from rolloutmq.output import table
 
+if TYPE_CHECKING:
+    from producer_workers.simulation.server_load import Machine, ServerLoad
+
 EPILOG = """
 \b
 Example: rolloutmq simulate --workers 8 --median 2000 --sigma 1 --step-s 60
          rolloutmq simulate --workers 32 --trace lengths.jsonl --pause keep
          rolloutmq simulate --workers 8 --json | jq .chosen
+         rolloutmq simulate --size --workers 64 --median 8000 --longest 32768
 
 \b
 A line of a trace is one response: 812, {"tokens": 812} or {"seconds": 9.5}.
@@ -33,6 +39,7 @@ _PAUSE = (
     "their tokens), abort or drain"
 )
 _MOST = 1_000_000
+_DRAWN = 1000  # groups whose lengths --size averages
 Concurrency = Annotated[
     int | None,
     Option(
@@ -75,6 +82,16 @@ OnStraggler = Annotated[
         "[default: wait]"
     ),
 ]
+Prompt = Annotated[int, Option(min=0, max=_MOST, help="For --size: tokens of a prompt.")]
+MemoryGb = Annotated[
+    float, Option(min=0.1, max=_MOST, help="For --size: memory of the server, GB.")
+]
+NetworkGbit = Annotated[
+    float, Option(min=0.01, max=_MOST, help="For --size: its network, Gbit/s in each direction.")
+]
+DiskMb = Annotated[
+    float, Option(min=0.1, max=_MOST, help="For --size: what its disk writes, MB/s.")
+]
 Pause = Annotated[list[str] | None, Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")]
 
 
@@ -106,12 +123,20 @@ def simulate(
         float, Option(min=0, max=10_000, help="Groups beyond the batch, as a share of it.")
     ] = 0.0,
     steps: Annotated[int, _count(100_000, "Train steps to simulate.")] = 40,
+    size: Annotated[
+        bool, Option("--size", help="Size the Redis server for this fleet; simulate nothing.")
+    ] = False,
+    prompt: Prompt = 512,
+    memory_gb: MemoryGb = 16,
+    network_gbit: NetworkGbit = 10,
+    disk_mb: DiskMb = 500,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a fleet and a trainer with your numbers.
 
     Needs no server and no GPU. Prints throughput, idle shares, staleness and waste of each setting,
-    and recommends one, with the reasons.
+    and recommends one, with the reasons. With --size, prints instead what the fleet asks of the
+    Redis or Valkey server, and how many such workers one server carries.
     """
     from pydantic import ValidationError
 
@@ -119,6 +144,7 @@ def simulate(
     from producer_workers.config.distribution import LogNormal
     from producer_workers.simulation.advice import advise
     from producer_workers.simulation.event_model import simulate as run_model
+    from producer_workers.simulation.server_load import Machine, server_load
     from producer_workers.simulation.setting import (
         Setting,
         candidates,
@@ -155,6 +181,18 @@ def simulate(
     else:
         drawn = LogNormal(median=median, sigma=sigma)
         lengths = drawn_lengths(drawn, group_size, longest=longest, seed=0)
+    if size:
+        load = server_load(
+            workers=workers,
+            tokens_per_s=tokens_per_s * sequences,
+            samples=group_size,
+            prompt=prompt,
+            response=mean(length for draw in range(_DRAWN) for length in lengths(draw)),
+            batch=batch_size,
+        )
+        machine = Machine(memory_gb * 1e9, network_gbit * 1e9 / 8, disk_mb * 1e6)
+        _sized(load, machine).print(as_json=as_json)
+        return
     outcomes = [(setting, run_model(setting, lengths, steps)) for setting in settings]
     _answer(outcomes, advise(outcomes)).print(as_json=as_json)
 
@@ -190,3 +228,21 @@ def _answer(outcomes: Sequence[Simulated], advice: Advice) -> Output:
     }
     reasons: list[RenderableType] = [f"\n{reason}" for reason in advice.reasons]
     return Output(document, [grid, *reasons, f"\n{as_config(outcomes[advice.chosen][0])}"])
+
+
+def _sized(load: ServerLoad, machine: Machine) -> Output:
+    """Return what the fleet asks of each part of the server, and what is full first."""
+    shares = load.shares(machine)
+    first, most = next(iter(shares)), load.most_workers(machine)
+    document = asdict(load) | {"shares": shares, "full_first": first, "most_workers": most}
+    fits = "fits" if load.memory <= machine.memory else "does not fit: fewer groups, or more memory"
+    mb = 1e6
+    lines = [
+        f"groups      {load.groups_per_s:,.2f} per second of {load.group_bytes / mb:,.2f} MB",
+        f"processor   {load.cores:.1%} of the one core that a server uses",
+        f"memory      {load.memory / 1e9:,.2f} GB of {machine.memory / 1e9:g}: {fits}",
+        f"network     {load.received / mb:,.1f} MB/s in, {load.sent / mb:,.1f} MB/s out",
+        f"disk        {load.written / mb:,.1f} MB/s, {load.calls:,.0f} writing calls per second",
+        f"full first  {first}, at {most:,} such workers ({load.workers:,}: {shares[first]:.1%})",
+    ]
+    return Output(document, lines)

@@ -28,6 +28,7 @@ from rolloutmq.options import (
 )
 from rolloutmq.output import age, console, emit_line, facts, known, plural, table
 from rolloutmq.views.explain.diagnosis import diagnose
+from rolloutmq.views.explain.processes import with_processes
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
 from rolloutmq.views.run_folder import RunFolder
@@ -41,8 +42,10 @@ def _folder_status(folder: Path, error: StoreUnavailable, **_: object) -> Output
     why = Text(f"the server of this run cannot be read: {error.message}", style="yellow")
     title = Text(f"run {read.name}, from its folder", style="bold")
     known = read.facts()
+    found = [asdict(symptom) for symptom in read.findings]
     document = {"run": read.name, "phase": "no server", "folder": known, "error": error.message}
-    return Output(document, [title, why, facts([*known.items()])])
+    shown = [title, why, facts([*known.items()]), *(each.text() for each in read.findings)]
+    return Output(document | {"findings": found}, shown)
 
 
 @command("status", epilog="Example: rolloutmq status --json | python -m json.tool")
@@ -74,7 +77,7 @@ def status(
         return None
     view = read_run_view(target.run)
     waits = read_waits(target.run, view, read_steps(target.run_dir))
-    found = diagnose(view)
+    found = with_processes(view, diagnose(view), target.run_dir)
     shown = [status_screen(view), *(symptom.text() for symptom in found)]
     shown += [Text(f"\n{waits}")] if waits else []
     findings = [asdict(symptom) for symptom in found]

@@ -53,7 +53,7 @@ def origin_of(config: Config, model: Path) -> Origin:
     return Origin(
         seed=config.run.seed,
         source=repository and repository.pin,
-        tokenizer=_files(model / name for name in TOKENIZER_FILES),
+        tokenizer=files_digest(model / name for name in TOKENIZER_FILES),
         architecture=_architecture(model / "config.json"),
         tasks={
             name: TaskOrigin(
@@ -83,7 +83,7 @@ def _data(section: DatasetSection, split: str | None) -> str | None:
         found = [file for file in section.files.rglob("*") if file.suffix in (".arrow", ".parquet")]
         # `datasets` writes caches of its own beside them
         files = sorted(file for file in found if not file.name.startswith(("cache-", ".")))
-    content = _files(files)
+    content = files_digest(files)
     return content and _digest(settings, content)
 
 
@@ -95,7 +95,7 @@ def _architecture(file: Path) -> str | None:
     return _digest([shape.get(key) for key in SHAPE])
 
 
-def _files(paths: Iterable[Path]) -> str | None:
+def files_digest(paths: Iterable[Path]) -> str | None:
     """Return the fingerprint of those files that exist; None if none does."""
     facts = []
     for path in paths:

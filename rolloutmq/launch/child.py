@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -25,11 +24,11 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
+from buffer.errors import INTERRUPTED, ConfigError, RankLost, RunError
 from buffer.redis.retry import Backoff
-from buffer.redis.server.embedded import full_disk
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch import log_writer
+from rolloutmq.process_ends import BY_OTHERS, ProcessFailed, ProcessJournal
 
 # exit codes after which a restart would fail in the same way
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
@@ -51,10 +50,6 @@ DRAIN_S = 1.0  # for the log of an ended process to be written to its end
 RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
 
 
-class ChildFailed(RolloutMQError):
-    """Raised when a process of the run ended for good; the message has its error."""
-
-
 class Child:
     """A `rolloutmq` command as a process in its own session, so that Ctrl-C does not reach it.
 
@@ -68,6 +63,7 @@ class Child:
         args: Sequence[str],
         log: Path,
         env: dict[str, str],
+        journal: ProcessJournal,
         *,
         restarts: int,
         log_bytes: int = 1 << 26,
@@ -86,6 +82,7 @@ class Child:
         self._logs = [log, *numbered]
         self._log_bytes = log_bytes
         self._env = env
+        self._journal = journal
         self._restarts_left = restarts
         self._processes: list[subprocess.Popen[bytes]] = []
         self._writers: list[subprocess.Popen[bytes]] = []
@@ -110,6 +107,7 @@ class Child:
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     env=env | variables, start_new_session=True,
                 )  # fmt: skip
+            self._journal.started(self.name, len(self._processes), process.pid)
             self._processes.append(process)
             self._writers.append(writer)
         self._started = time.monotonic()
@@ -120,7 +118,12 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        return next((process.pid for process in self._running), None)
+        return next(iter(self.pids), None)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run, one for each rank."""
+        return [process.pid for process in self._running]
 
     @property
     def exit_code(self) -> int | None:
@@ -151,7 +154,7 @@ class Child:
         return min(own, key=lambda rank: (codes[rank] == 1, rank), default=0)
 
     def keep_alive(self, *more: str, is_over: bool = False) -> str | None:
-        """Restart an ended process; return a report. Raises ChildFailed if that is hopeless.
+        """Restart an ended process; return a report. Raises ProcessFailed if that is hopeless.
 
         One that succeeded is not restarted if the run `is_over`: it has seen the end of the run.
         """
@@ -175,32 +178,34 @@ class Child:
         return f"{self.name} restarted"
 
     def _note_end(self, code: int) -> str | None:
-        """Count the life that ended, and decide when the next one begins. Raises ChildFailed."""
+        """Count the life that ended, and decide when the next one begins. Raises ProcessFailed."""
         mark = self._mark(self)
         is_fruitful = mark not in (None, self._before) or self.age_s > self._long_s
         self._fruitless = 0 if is_fruitful else self._fruitless + 1
         is_death = code not in (0, INTERRUPTED)
         self._restarts_left -= is_death
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        most = FRUITLESS if is_death and code > 0 else STOPPED
-        is_loop = self._fruitless >= most
-        if code in HOPELESS or self._restarts_left < 0 or is_loop:
-            cause, *more = self.last_error().splitlines()
-            times = f", {self._fruitless} times without progress" if is_loop else ""
-            lines = [full_disk(self._log.parent), cause, f"{self._who} {how}{times}", *more]
-            error = ChildFailed("\n  ".join(filter(None, lines)), hint=f"its log: {self._log}")
-            error.exit_code = code if code > 0 else 1
-            raise error
+        cause, *more = self.last_error().splitlines() or [""]
+        end = self._journal.end_of(self.name, self._cause, self._processes[self._cause].pid, code)
+        end.lived_s, end.fruitless, end.cause = self.age_s, self._fruitless, cause[:MOST_REASON]
+        is_from_outside = -code in BY_OTHERS
+        is_fault = is_death and (not is_from_outside or end.kind == "process/out_of_memory")
+        is_loop = self._fruitless >= (FRUITLESS if is_fault else STOPPED)
+        end.is_final = code in HOPELESS or self._restarts_left < 0 or is_loop
+        self._journal.ended(end)
+        if end.is_final:
+            how = f"{self._who} {end.how}"
+            how += f", {self._fruitless} times without progress" if is_loop else ""
+            if is_from_outside:
+                lines = [f"{how}: {end.why}"]
+            else:
+                lines = [*dict.fromkeys((self._journal.full_disk(end), end.why, cause)), how, *more]
+            error = "\n  ".join(filter(None, lines))
+            raise ProcessFailed(error, end, hint=f"its log: {self._log}")
         if not is_death:  # it saw the end of a run that was continued since, or was stopped by hand
             self._retry_at = time.monotonic() + RESTART_DELAY_S
             return None
         self._retry_at = time.monotonic() + BACKOFF.pause_s(self._fruitless)
-        reason = self.last_error().partition("\n")[0][:MOST_REASON]
-        return f"{self._who} {how}: {reason}; its log: {self._log}"
+        return f"{self._who} {end.how}: {end.why}; its log: {self._log}"
 
     @property
     def _log(self) -> Path:

@@ -107,7 +107,8 @@ def create_again(
     end = time.monotonic() + wait_s
     is_said = False
     while True:
-        position = CheckpointFolder(config.run.folder / "checkpoints").newest_whole()
+        checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
+        position = checkpoints.newest_whole(has_state=not config.trainer.loop)
         regeneration = Regeneration(position or Position(), take_over=take_over)
         left = regeneration.leftovers(store, config.run.name, list(config.tasks))
         if not is_said:

@@ -18,9 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from buffer.control.control import Mode
-from buffer.errors import AccountError, RolloutMQError, StoreError, StoreUnavailable
+from buffer.errors import AccountError, RolloutMQError, StoreUnavailable
 from buffer.ledger.account import FsckReport
-from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run.open import embedded_server, open_store, own_run
 from buffer.run.run import Run
 from consumer.handle.checkpoint import CheckpointFolder
@@ -30,12 +29,14 @@ from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.kept_config import keep_config
 from rolloutmq.hang_up import is_lost_terminal
-from rolloutmq.launch.child import STOPPED, Child
+from rolloutmq.launch.child import Child
 from rolloutmq.launch.create import create_again, create_run
+from rolloutmq.launch.kept_server import KeptServer
 from rolloutmq.launch.prepare import await_roles, check_start, is_done, last_step, prepare_model
 from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
 from rolloutmq.presets import find_config
+from rolloutmq.process_ends import ProcessJournal
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
 from rolloutmq.views.run_folder import RunFolder, accuracy_table
@@ -50,7 +51,6 @@ NEWS = 4  # reports that stay on the screen
 SUBMITS = frozenset({"completed", "filtered", "aborted"})
 MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
 
-SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again
 STOP_S = 60.0  # for children to exit after SIGTERM
 CHECKPOINT_S = 600.0  # for the trainer to exit: it writes a checkpoint first
 LINE_S = 5.0  # between two lines that name the children that have not ended
@@ -84,10 +84,10 @@ class Launcher:
         self._folder = config.run.folder
         self._where = server_flags(config.redis.resolve_url(redis_url), self._folder)
         self._console = screen or open_console()
+        self._journal = ProcessJournal(self._folder)
         self._children: list[Child] = []
         self._judges: list[Child] = []
-        self._server: EmbeddedServer | None = None
-        self._server_starts: list[float] = []
+        self._server: KeptServer | None = None
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -137,7 +137,7 @@ class Launcher:
             for child in self._children:
                 child.kill()
             if self._server:
-                self._server.leave()
+                self._server.server.leave()
 
     # -- before --------------------------------------------------------------
 
@@ -147,12 +147,14 @@ class Launcher:
         config = self._config = check_start(self._config, self._source)
         url = config.redis.resolve_url(self._redis_url)
         if not url:
-            self._server = embedded_server(config)
+            server = embedded_server(config)
+            self._server = KeptServer(server, self._journal)
             self._server.start()
-            url = self._server.url
+            url = server.url
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
-        say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}")
+        where = self._server.server.cli if self._server else "from the config or REDIS_URL"
+        say(f"server   {where}")
         model = prepare_model(config, self._command)
         if self._regenerate and not is_done(config, last_step(config)):
             wait_s = 2 * config.limits(0).role_timeout_ms / 1000
@@ -255,6 +257,7 @@ class Launcher:
             [verb, *self._command, *flags],
             log,
             env,
+            self._journal,
             restarts=self._config.launch.max_restarts,
             log_bytes=self._config.launch.log_bytes,
             ranks=ranks,
@@ -335,24 +338,13 @@ class Launcher:
         # this process saw them die, so there is no need to wait until their heartbeats are old
         news = [self._trainer.keep_alive("--take-over")]
         news.append(self._producer.keep_alive("--take-over", is_over=is_over))
-        if self._server and not self._server.is_running:
-            news.append(self._restart(self._server))
+        if self._server:
+            news.append(self._server.keep_alive(self._owned.check))
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
+        pids = [pid for child in self._children for pid in child.pids]
+        self._journal.sample([*pids, *(self._server.pids if self._server else ())])
         return [line for line in news if line]
-
-    def _restart(self, server: EmbeddedServer) -> str:
-        now = time.monotonic()
-        self._server_starts = [at_s for at_s in self._server_starts if now - at_s < SERVER_S]
-        if len(self._server_starts) >= STOPPED:
-            raise StoreError(
-                f"the Valkey server of {server.folder} ended {STOPPED} times within "
-                f"{SERVER_S:g} s{server.full_disk}",
-                hint=f"its log: {server.log_path}",
-            )
-        self._server_starts.append(now)
-        server.start()
-        return f"server restarted{server.full_disk}"
 
     # -- after ---------------------------------------------------------------
 

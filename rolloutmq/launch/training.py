@@ -18,6 +18,7 @@ from buffer.redis.scripts import role_held
 from buffer.run.open import open_store, own_run, server_url, wait_for_run
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch.create import create_again, create_run
+from rolloutmq.launch.terms import keep_terms, terms_of
 from rolloutmq.observers import observed
 from rolloutmq.views.setting_view import override_lines
 
@@ -121,7 +122,8 @@ def _train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> b
         _on_signals(rank.orders.stopped.set)
         rank.follow()
         return True
-    trainer = Trainer(run, settings, model_dir, ranks)
+    terms = keep_terms(settings.run.folder, terms_of(settings, model_dir))
+    trainer = Trainer(run, settings, model_dir, ranks, terms=terms)
     _on_signals(trainer.stop)
     if sys.stderr.isatty():  # a bar in place of a line per step
         trainer.shows_progress = True

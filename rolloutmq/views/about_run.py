@@ -13,6 +13,8 @@ from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_note import read_note
 from rolloutmq.views.setting_view import overrides, time_text
 
+_ON_SERVER = ("not here", "written", "dead letters")  # the server knows better
+
 
 def about_run(folder: Path | None, run: Run | None = None, account: str = "") -> dict[str, Any]:
     """Return it as JSON, from the folder, the server, or both.
@@ -20,13 +22,12 @@ def about_run(folder: Path | None, run: Run | None = None, account: str = "") ->
     `account`: that of a run which is about to end; its record has it later.
     """
     record = read_record(folder) if folder else None
-    facts = RunFolder(folder).facts() if folder else {}
-    facts |= {"account": account} if account else {}
-    if run:
-        facts.pop("not here", None)  # the server has it
-        facts |= {"run": run.name, "nonce": run.nonce}
+    facts = {"run": run.name, "nonce": run.nonce} if run else {}
     if record:
         facts |= {"host": record.host, "started": time_text(int(1000 * record.started))}
+    known = RunFolder(folder).facts() if folder else {}
+    facts |= {name: text for name, text in known.items() if not (run and name in _ON_SERVER)}
+    facts |= {"account": account} if account else {}
     return {
         "facts": facts,
         "note": read_note(folder).model_dump() if folder else None,

@@ -205,6 +205,8 @@ def _rollout(member: Mapping[str, Any]) -> Iterator[Text]:
     if others := {name: value for name, value in reward.items() if name != "score"}:
         said = ", ".join(f"{name} {value:g}" for name, value in others.items())
         yield Text(f"rewards {said}", style="dim")
+    if feedback := member.get("feedback"):
+        yield Text(f"judge: {feedback}", style="dim")
     if member["error"]:
         yield Text(member["error"], style="red")
     if "response_ids" in member:

@@ -21,6 +21,7 @@ class History:
     """Collects what changes between snapshots of one run, which `observe` gets oldest first."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
+        self.folder = run_dir
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
         self.token_rates: deque[float] = deque(maxlen=_KEPT)
         self.waits: list[str] = []

@@ -16,7 +16,7 @@ from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, ToolCall
 from consumer.handle.sample_log import TokenTexts
 from producer_workers.config.task import NO_JUDGE, TaskSection
-from producer_workers.judges.load import load_bare_judge, make_judge
+from producer_workers.judges.load import load_bare_judge, load_for, make_judge
 from producer_workers.user_code.failure import failure_text, is_of_user
 from rolloutmq.views.found_group import FoundGroup
 
@@ -73,7 +73,7 @@ def judge_again(
         raise ConfigError(f"there is no response of member {member}", hint=f"known: {known}")
     if task.judge == NO_JUDGE:
         raise ConfigError(f"task {name} has no judge: its agent loop gives the rewards")
-    judge = make_judge(task.judge, lambda spec: load_bare_judge(spec, task.judging))
+    judge = make_judge(task.judge, lambda spec: load_for(task, spec, load_bare_judge))
     calls = [list(states)] if judge.sees_group else [[state] for state in wanted]
     with asyncio.Runner() as runner:  # one loop, to which clients of an async judge belong
         for asked in calls:

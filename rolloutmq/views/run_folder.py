@@ -18,7 +18,9 @@ from consumer.handle.dead_letter_file import read_dead_letters
 from consumer.handle.step_log import Evaluations, StepLog
 from rolloutmq.output import age, table
 from rolloutmq.run_owner import LaunchRecord, read_record
+from rolloutmq.views.explain.processes import explain_folder
 from rolloutmq.views.explain.shares import mean_shares
+from rolloutmq.views.explain.symptom import Symptom
 
 ON_SERVER = "groups in the queue, records of batches, workers and events, which were on the server"
 
@@ -54,6 +56,11 @@ class RunFolder:
     def reward(self) -> float | None:
         """The mean reward of the newest trained step."""
         return self.log.steps[-1].metrics.get("rewards/mean") if self.log.steps else None
+
+    @cached_property
+    def findings(self) -> list[Symptom]:
+        """What the launcher knows of the run's processes, and of how the run ended."""
+        return explain_folder(self.folder)
 
     def facts(self) -> dict[str, str]:
         """Return what the folder knows, and what it lacks, as texts by name."""

@@ -71,7 +71,11 @@ def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
     registered_ms = max(0, view.now_ms - worker.joined_ms) if worker.joined_ms else None
     fields = asdict(worker)
     del fields["lengths"]  # of some hundred responses, for the trainer
+    retries: dict[str, dict[str, int]] = {}
+    for (task, cause), number in worker.retries.items():
+        retries.setdefault(task, {})[cause] = number
     return fields | {
+        "retried": retries,
         "silent_ms": worker.silent_ms if worker.seen_ms else None,
         "registered_ms": registered_ms,
         "judge_s": worker.judging_ms / 1000 / worker.judged if worker.judged else None,

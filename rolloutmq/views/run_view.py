@@ -6,18 +6,22 @@ The account is of one instant (I1); everything else may be a few milliseconds yo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event, TrainerReport, parse_event
+from buffer.control.retry_counts import Retries
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
+from buffer.errors import RunDamaged, RunNotFound
+from buffer.groups.verdicts import JudgeUse, read_use
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
-from buffer.redis.key_table import TABLE
+from buffer.redis.key_table import TABLE, TOKEN_ROWS
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
@@ -40,6 +44,7 @@ class TaskView:
     batch_share: int
     stale_threshold: int  # staleness from which its groups are expired
     is_gone: bool = False  # the run's config lacks it now
+    judge_use: JudgeUse = field(default_factory=JudgeUse)
 
     @property
     def stop_reason(self) -> str:
@@ -92,6 +97,12 @@ class TaskView:
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The sampled tokens of its groups, by row or `in_groups`; not those that workers hold."""
+        rows = {row: int(self.number(f"tokens_{row}")) for row in TOKEN_ROWS}
+        return rows | {"in_groups": int(self.number("tokens_sampled")) - sum(rows.values())}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -185,6 +196,10 @@ class RunView:
     def weights(self) -> PolicyVersion:
         return PolicyVersion.parse(self.control.get("weights", ":0"))
 
+    def reported(self, metric: str) -> float | None:
+        """Return a metric of the newest train step; None if the trainer reported none."""
+        return self.report.training.metrics.get(metric) if self.report.training else None
+
     @property
     def live_workers(self) -> list[WorkerRecord]:
         """Workers that a pause waits for."""
@@ -242,6 +257,11 @@ class RunView:
         return [*filter(None, [self.server_full]), *of_tasks]
 
     @property
+    def retries(self) -> Retries:
+        """Rollouts that failed while their group went on, of all live workers."""
+        return sum((worker.retries for worker in self.live_workers), Counter())
+
+    @property
     def tokens_per_s(self) -> float:
         return sum(worker.tokens_per_s for worker in self.live_workers)
 
@@ -253,10 +273,20 @@ class RunView:
 
 
 def read_run_view(run: Run, *, events: int = 8) -> RunView:
-    """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
+    """Read a run, with its newest `events`. Raises StoreUnavailable, RunNotFound, RunDamaged.
 
     O(tasks + workers + log N), and no payload bytes.
     """
+    try:
+        return _read_run_view(run, events)
+    except RunDamaged as error:
+        if run.store.ask("is_there", "EXISTS", run.keys.meta, run.keys.control):
+            raise
+        hint = "`rolloutmq run CONFIG --regenerate` makes it again from its newest checkpoint"
+        raise RunNotFound(f"run {run.name} was deleted from its server", hint=hint) from error
+
+
+def _read_run_view(run: Run, events: int) -> RunView:
     # `rolloutmq set` may have changed them
     run.refresh_limits()
     audit = run.account.totals()
@@ -319,6 +349,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("dead", "ZCARD", keys.dead)
         ask("garbage", "SCARD", keys.garbage)
         ask("events", "XREVRANGE", keys.events, "+", "-", "COUNT", max(1, events))
+        ask("judge_use", "HGETALL", keys.judge_use)
         ask("header", "LINDEX", keys.batch("train", taken), 0)
         for task in (account.task for account in tasks):
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
@@ -373,6 +404,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         batch_share=int(asked.get(name, 0)) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
+        judge_use=read_use(name, replies["judge_use"]),
     )
 
 

@@ -171,9 +171,17 @@ def _facts(view: RunView) -> Table:
             ("producer", _role(view.producer)),
             ("workers", _workers_text(view)),
             ("memory", Text(str(view.memory), style=refuses)),
+            *([("cost", cost)] if (cost := _cost(view)) else []),
             *([("notes", notes)] if notes else []),
         ]
     )
+
+
+def _cost(view: RunView) -> str:
+    """Return what the run costs; "" without prices."""
+    said = {"total": "so far", "step": "a step", "next_100_steps": "the next 100 steps"}
+    found = {words: view.reported(f"cost/{name}") for name, words in said.items()}
+    return " · ".join(f"{number:,.2f} {words}" for words, number in found.items() if number)
 
 
 def _role(role: RoleHolder) -> Text:
@@ -267,6 +275,10 @@ def _task(task: TaskView) -> Iterator[Text]:
     if shares := list(shares_of(task)):
         parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]
         yield Text.assemble(("shares       ", "dim"), *parts)
+    if sampled := sum(task.tokens.values()):
+        rows = sorted(task.tokens.items(), key=lambda row: -row[1])
+        said = " · ".join(f"{n / sampled:.0%} {name}" for name, n in rows if n / sampled >= 0.005)
+        yield _fit(Text.assemble(("tokens       ", "dim"), said.replace("_", " ")))
     # the ready groups by their staleness at the next train step
     most = max(task.staleness.values(), default=0)
     text = Text("staleness    ", style="dim")
@@ -355,7 +367,13 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
     joined = {worker.id for worker in view.live_workers}
     joined |= {role.role for role in (view.trainer, view.producer) if role.is_alive}
     missing = {name: 1000 * s for name, s in started_s.items() if name not in joined}
-    lines = [
+    silent = {worker.id: worker.silent_ms for worker in (*view.ended_workers, *view.workers)}
+    silent |= {role.role: role.silent_ms or 0 for role in (view.trainer, view.producer)}
+    # one that has sent a heartbeat since its start has loaded, and hangs
+    hung = {name: silent[name] for name in missing if 0 < silent.get(name, 0) < missing[name]}
+    lines = [f"{name} has not answered for {age(ms)}" for name, ms in hung.items()]
+    missing = {name: ms for name, ms in missing.items() if name not in hung}
+    lines += [
         f"{name} {what}, {age(missing.pop(name))}"
         for name, what in _LOADING.items()
         if name in missing

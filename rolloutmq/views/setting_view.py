@@ -26,23 +26,48 @@ from rolloutmq.views.run_view import read_run_view
 
 @dataclass(frozen=True, slots=True)
 class LiveSetting:
-    """One setting; `inherited`: the task has no value of its own, and follows the run's."""
+    """One setting; `inherited`: the task has no value of its own, and follows the run's.
+
+    `changed`: what it was in the config, since when it has this value, and who set it.
+    """
 
     name: str
     value: Any
     doc: str
     range: str
     inherited: bool = False
+    changed: Mapping[str, Any] | None = None
+
+    @property
+    def topic(self) -> str:
+        return TOPICS.get(self.name.rpartition(".")[2], "Other")
 
 
-def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
+TOPICS = {
+    **dict.fromkeys(("steps", "weight"), "What is trained"),
+    **dict.fromkeys(("max_staleness", "max_ahead"), "Age of the data"),
+    **dict.fromkeys(("concurrency", "max_in_flight", "over_sample_threshold"), "How much runs"),
+    **dict.fromkeys(
+        ("on_straggler", "tail_batch_trigger_size", "tail_batch_max_tries"), "Long responses"
+    ),
+    **dict.fromkeys(
+        ("max_tries", "max_consecutive_failures", "max_consecutive_filtered", "pause_timeout_s"),
+        "Failures",
+    ),
+    **dict.fromkeys(("low_bytes", "high_bytes"), "Memory"),
+}
+"""Where a person looks for a setting, by its last name."""
+
+
+def live_settings(limits: RunLimits, record: SettingsRecord) -> Iterator[LiveSetting]:
     """Yield the settings of the run, then those of each training task."""
+    changed = {each["name"]: each for each in overrides(record)}
     fields = {name: field for name, field in LiveSettings.model_fields.items() if name != "tasks"}
     docs = meanings(LiveSettings)
     for name in sorted(fields, key=TaskSettings.model_fields.__contains__):
         field = fields[name]
         value = _value(limits, name, limits.sync_weights_interval)
-        yield LiveSetting(name, value, docs[name], _range(field))
+        yield LiveSetting(name, value, docs[name], _range(field), changed=changed.get(name))
     docs = meanings(LiveTaskSettings)
     for task in (name for name in limits.training_tasks if not limits.tasks[name].is_gone):
         own = limits.tasks[task]
@@ -56,7 +81,8 @@ def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
             else:
                 value = limits.setting(task, name)
                 inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
-            yield LiveSetting(f"tasks.{task}.{name}", value, docs[name], _range(field), inherited)
+            full = f"tasks.{task}.{name}"
+            yield LiveSetting(full, value, docs[name], _range(field), inherited, changed.get(full))
 
 
 def _value(limits: RunLimits | TaskLimits, name: str, interval: int) -> Any:

@@ -143,7 +143,10 @@ class ControlRoutes:
 
     def _settings(self, request: Request) -> Any:
         self._run.refresh_limits()
-        return [asdict(setting) for setting in live_settings(self._run.limits)]
+        return [
+            asdict(setting) | {"topic": setting.topic}
+            for setting in live_settings(self._run.limits, self._run.settings)
+        ]
 
     def _worker_events(self, request: Request) -> Any:
         found = [

@@ -14,6 +14,7 @@ from typing import Any
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep
 from rolloutmq.views.explain.who_waited import read_waits
+from rolloutmq.views.hosts import hosts
 from rolloutmq.views.run_view import read_run_view
 
 
@@ -34,8 +35,14 @@ def waits(source: Source) -> Any:
     return found.document() if found else None
 
 
+def run_hosts(source: Source) -> Any:
+    """Return the hosts of the run, with what is in use of each."""
+    return hosts(source.run.fleet.workers() if source.run else (), source.steps)
+
+
 PANELS: Mapping[str, Callable[[Source], Any]] = {
     "waits": waits,
+    "hosts": run_hosts,
 }
 
 

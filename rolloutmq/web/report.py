@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def write_report(folder: Path, file: Path, account: str = "") -> int:
     """
     saved = read_contents(folder, account)
     series = saved["series"]
-    if not (series["steps"]["x"] or series["evaluations"]["x"] or saved["dead"]["total"]):
+    has_steps = series["steps"]["x"] or series["evaluations"]["x"]
+    if not (has_steps or saved["dead"]["total"] or saved["findings"]):
         return 0
     page = _page(saved).encode()
     file.write_bytes(page)
@@ -83,6 +85,7 @@ def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
         "run": run.name,
         "about": about_run(folder, account=account),
         "panels": read_panels(Source(folder, steps=run.log.steps)),
+        "findings": [asdict(symptom) for symptom in run.findings],
         "series": curves | {"thinned": False},
         "steps": samples.steps(),
         "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],

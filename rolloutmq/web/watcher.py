@@ -13,7 +13,8 @@ from buffer.errors import RolloutMQError
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep
 from rolloutmq.views.explain.diagnosis import diagnose, inspect
-from rolloutmq.views.explain.symptom import Symptom, worst_first
+from rolloutmq.views.explain.processes import with_processes
+from rolloutmq.views.explain.symptom import Symptom
 from rolloutmq.views.history import History
 from rolloutmq.views.number_rows import notes_of
 from rolloutmq.views.run_json import describe
@@ -73,7 +74,8 @@ class Watcher:
             if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
                 self._inspected = inspect(self._run, snap, self._history.steps)
                 self._inspected_at = time.monotonic()
-            findings = worst_first([*diagnose(snap), *self._inspected])
+            found = [*diagnose(snap), *self._inspected]
+            findings = with_processes(snap, found, self._history.folder)
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
         self._history.observe(snap)

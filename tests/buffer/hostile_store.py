@@ -53,7 +53,13 @@ NEW = {
     ("create_run", "nonce"), ("create_run", "continues"), ("trainer_open", "nonce"),
     ("producer_open", "nonce"), ("register", "nonce"),
 }  # fmt: skip
-NEW |= {("claim", "token"), ("put", "token"), ("update", "token"), ("permit", "caller")}
+NEW |= {
+    ("claim", "token"),
+    ("put", "token"),
+    ("update", "token"),
+    ("permit", "caller"),
+    ("keep_verdict", "digest"),
+}
 """Tokens that a caller makes up: a script takes any. So it is with every `operation`."""
 
 HINTS = ("bell", "events")

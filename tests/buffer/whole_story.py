@@ -10,6 +10,7 @@ from buffer.config.assignments import parse_settings
 from buffer.control.call_limit import Caller, CallerState, CallLimit
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
+from buffer.groups.verdicts import Verdicts
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly
 from buffer.ledger.position import Position
@@ -82,6 +83,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     (folder / "f.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
     run.import_groups(folder / "f.jsonl")
     limit_calls(scene)
+    keep_verdicts(scene)
     (outside,) = run.buffer.put("math", [[rollout(Status.COMPLETED, PolicyVersion("l2", 1))]])
     run.buffer.update(
         outside, [rollout(Status.COMPLETED, PolicyVersion("l2", 1), response="better")]
@@ -198,6 +200,13 @@ def put_right_by_hand(scene: Scene) -> None:
     for other in others:
         scene.submit(other)
     scene.bury(job)
+
+
+def keep_verdicts(scene: Scene) -> None:
+    verdicts = Verdicts(scene.run.context, "math", entries=2, size=100)
+    for digest in ("a", "b", "c"):
+        verdicts.note(digest, b"verdict")
+    assert verdicts.find("b") == b"verdict"
 
 
 def limit_calls(scene: Scene) -> None:

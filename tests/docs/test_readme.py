@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
+from consumer.handle.step_log import StepLog
 from tests.docs.test_pages import files_of_the_readme
 from tests.warm_process import run_to_end
 
@@ -23,5 +23,7 @@ def test_your_own_trainer_runs_as_printed(tmp_path: Path) -> None:
     assert "run      mine is ready to start" in created
     assert "rolloutmq producer my_run.toml" in created
     assert "lost 0 · in two stages 0 · trained twice 0" in printed
-    log = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
-    assert re.findall(r"^step (\d): 8 rollouts", log, re.M) == [*"111122223333"]
+    log = StepLog(tmp_path / "runs" / "mine" / "steps.jsonl")
+    log.read_new()
+    assert [(step.step, len(step.gids)) for step in log.steps] == [(1, 4), (2, 4), (3, 4)]
+    assert log.trained_twice() == {}

@@ -40,6 +40,24 @@ ANSWERS = {
     "sandbox": "SECURITY.html",
     "learning rate": "docs/pages/config_reference.html",
     "importance sampling": "docs/pages/loss.html",
+    "lease": "docs/pages/concepts.html",
+    "lineage": "docs/pages/concepts.html",
+    "staleness": "docs/pages/concepts.html",
+    "dead letter": "docs/pages/concepts.html",
+    "quarantine": "docs/pages/concepts.html",
+    "manifest": "docs/pages/concepts.html",
+    "glossary": "docs/pages/concepts.html",
+    "upgrade": "docs/pages/upgrading.html",
+    "schema": "docs/pages/upgrading.html",
+    "sentinel": "docs/pages/servers.html",
+    "managed redis": "docs/pages/servers.html",
+    "eviction": "docs/pages/servers.html",
+    "rotate password": "docs/pages/servers.html",
+    "sizing": "docs/pages/servers.html",
+    "own training loop": "docs/pages/your_trainer.html",
+    "gateway": "docs/pages/tools_and_agents.html",
+    "entropy": "docs/pages/metrics.html",
+    "distillation": "docs/pages/distillation.html",
 }
 SEARCH = """
 const [questions, done] = arguments
@@ -76,3 +94,14 @@ def test_search_works_from_disk(chromium: Chrome, site: Path, page: str) -> None
         )
     )
     assert "staleness" in " ".join(found).lower()
+
+
+def test_a_page_about_a_term_comes_before_those_that_mention_it(
+    chromium: Chrome, site: Path
+) -> None:
+    chromium.get((site / "index.html").as_uri())
+    chromium.set_script_timeout(400)
+    config = "const __config = document.getElementById('__config');"
+    found = chromium.execute_async_script(config + SEARCH, list(ANSWERS))
+    wrong = {q: page for q, page in zip(ANSWERS, found, strict=True) if page != ANSWERS[q]}
+    assert wrong == {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import runpy
 import sys
 from multiprocessing.process import BaseProcess
@@ -19,7 +18,7 @@ import orjson
 import pytest
 
 from buffer.control.events import TrainerReport
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, SchemaVersionError
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
@@ -29,10 +28,11 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.sample_log import SampleLog
 from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create import create_run
+from rolloutmq.launch.create import create_again, create_run
 from rolloutmq.launch.training import train
 from rolloutmq.web.report import write_report
 from tests.consumer.handle.crew import MEMBERS, at_work
+from tests.docs.test_pages import blocks, files_of_the_readme
 from tests.servers import Server
 from tests.waits import end_of, until
 from tests.warm_process import start_command
@@ -151,15 +151,15 @@ def test_a_loop_trains_every_step_once_although_it_dies_right_after(
 
 @pytest.fixture
 def my_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the trainer of the README, which reports nothing, where it can be imported."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(# my_trainer\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
-    (tmp_path / "my_trainer.py").write_text(code, encoding="utf-8")
+    """Write the trainers of README and page, which report nothing, where they can be imported."""
+    files = files_of_the_readme() | {block.file: block.code for block in blocks("your_trainer")}
+    for name in ("my_trainer.py", "my_long_trainer.py"):
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("my_trainer")
-@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+@pytest.mark.parametrize("site", ["my_trainer:train", "my_long_trainer:train"], indirect=True)
 def test_a_full_disk_at_a_commit_loses_no_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     add = StepWriter.add_step
 
@@ -180,6 +180,28 @@ def test_a_full_disk_at_a_commit_loses_no_step(site: Site, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("my_trainer")
 @pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+def test_a_loop_of_ones_own_continues_on_a_server_that_lost_the_run(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of its keys is a lost run, too: --regenerate is the way over it."""
+    with at_work(site.run, math=STEPS * GROUPS), monkeypatch.context() as patch:
+        patch.setattr(RolloutConsumer, "finish", lambda _: None)
+        site.run.limits.steps = 2
+        site.train()
+    site.store.client.hset(site.run.keys.meta, "schema", "2")
+    with pytest.raises(SchemaVersionError):
+        create_run(site.store, site.config, site.model)
+    site.run = create_again(site.store, site.config, site.model, print)
+    with at_work(site.run, math=STEPS * GROUPS):
+        site.train()
+    assert [step.step for step in site.log().steps] == list(range(1, STEPS + 1))
+    assert site.log().trained_twice() == {}
+    assert site.run.ledger.steps()[:2] == (STEPS, STEPS)
+    assert site.run.account.fsck().clean
+
+
+@pytest.mark.usefixtures("my_trainer")
+@pytest.mark.parametrize("site", ["my_trainer:train", "my_long_trainer:train"], indirect=True)
 def test_a_trainer_that_reports_nothing_has_curves_and_samples(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +259,7 @@ def test_reinforce_trains_every_step_once_although_it_dies(
     program = ROOT / "examples" / "reinforce.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"]
+        sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model)]
     )
     add = Position.add
     commit = RolloutConsumer.commit

@@ -15,6 +15,10 @@ from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.judges.judge import Judge
+from rolloutmq.views.explain.diagnosis import diagnose
+from rolloutmq.views.number_rows import FAMILIES
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.yard import FIRST, LINEAGE, TASK, WatchedEngine, Yard, versions
 
 
@@ -188,6 +192,14 @@ def test_a_member_that_fails_is_generated_again_alone(yard: Yard) -> None:
     async def scenario() -> list[str]:
         async with yard.working(yard.worker(judge=judge)) as engine:
             await yard.until_stages(completed=1)
+            await yard.until(lambda: read_run_view(yard.run).retries.total() == 2)
+            view = read_run_view(yard.run)
+            assert "task/retries" in [symptom.name for symptom in diagnose(view)]
+            assert describe(view)["retried"] == 2
+            (counts,) = describe(view)["workers"][0]["retried"].values()
+            assert [*counts.values()] == [2]
+            (family,) = [each for each in FAMILIES if each.name == "worker_rollouts_retried"]
+            assert [sample.value for sample in family.metric({"run": view}).samples] == [2]
             return members_of(engine)
 
     assert sorted(asyncio.run(scenario())) == ["0", "1", "1", "1", "2"]

@@ -48,6 +48,7 @@ SOCKET_PATH_BYTES = 100  # the path of a Unix socket may have 107 on Linux, 103 
 FULL_BYTES = 1 << 20  # with less free space, the server soon cannot write its log
 _POLL_S = 0.02
 _LOG_LINES = 20
+_LINE_BYTES = 500
 
 
 def valkey_binary() -> Path:
@@ -240,7 +241,7 @@ class EmbeddedServer:
             return False
         if self._process and self._process.is_running():
             self._process.kill()
-            self._reap()
+            self.reap()
         return True
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -262,9 +263,18 @@ class EmbeddedServer:
                     f"the Valkey server in {self.folder} does not stop{self.full_disk}",
                     hint=f"kill -9 {pid}",
                 )
-            self._reap()
+            self.reap()
             time.sleep(_POLL_S)
-        self._reap()
+        self.reap()
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its log; "" without one."""
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LINE_BYTES))
+            return (log.read().decode(errors="replace").splitlines() or [""])[-1]
 
     @property
     def full_disk(self) -> str:
@@ -272,7 +282,7 @@ class EmbeddedServer:
         said = full_disk(self.folder)
         return f": {said}" if said else ""
 
-    def _reap(self) -> int | None:
+    def reap(self) -> int | None:
         """Return the exit code of this process's server, once it has ended; leave no zombie."""
         code = self._child.poll() if self._child else None
         if code is not None:
@@ -380,7 +390,7 @@ class EmbeddedServer:
             if loading:
                 # it answers, so the deadline for its silence begins again
                 deadline = time.monotonic() + self.deadline_s
-            code = self._reap()
+            code = self.reap()
             if code is not None or time.monotonic() > deadline:
                 with self.log_path.open("rb") as log:
                     log.seek(self._log_start)

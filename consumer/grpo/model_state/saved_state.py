@@ -24,7 +24,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from buffer.errors import ModelError, RolloutMQError
-from consumer.handle.checkpoint import ROWS, opened, spans_of, state_name, state_paths
+from consumer.handle.checkpoint import (
+    ROWS,
+    keep_digest,
+    opened,
+    spans_of,
+    state_name,
+    state_paths,
+)
 from consumer.handle.ranks import Ranks
 
 
@@ -62,6 +69,7 @@ def write_state(
         save_file(dict(state), file, metadata={ROWS: orjson.dumps(spans).decode()})
         with file.open("rb") as written:
             os.fsync(written.fileno())
+        keep_digest(file)
     except (OSError, SafetensorError) as error:
         raise RolloutMQError(
             f"{file} cannot be written: {error}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
 
+from buffer.control.host_watch import HostWatch
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.manifest import Manifest
@@ -45,6 +46,7 @@ class Reporter(Observer):
         self._buffer = buffer
         self._texts = TokenTexts([model_dir])
         self._log = StepWriter(config.run.folder)
+        self._host = HostWatch(config.run.folder)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
         self.histograms: Histograms = {}  # of the step that is reported next
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
@@ -79,6 +81,7 @@ class Reporter(Observer):
         histograms: Histograms,
     ) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
+        metrics = metrics | {f"system/{name}": float(n) for name, n in self._host.numbers().items()}
         self._log.add_step(step, lineage, gids, metrics, histograms)
         self._put(lambda writer: writer.write(step, metrics))
 

@@ -38,6 +38,7 @@ from buffer.wire.columns import large_columns
 from buffer.wire.group import RolloutGroup
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, StepFile, write_step
+from rolloutmq.launch.terms import FOLDER as TERMS
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -166,6 +167,17 @@ class Archive:
                     self._shelf.drop(_name(later))
             self._shelf.put(_name(step), file)
 
+    def keep(self, file: Path) -> None:
+        """Store a copy of a file that never changes, unless it is there."""
+        with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
+            if file.name not in self._shelf.names():
+                self._shelf.put(file.name, Path(shutil.copy(file, folder)))
+
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a file that `keep` stored; None without it."""
+        with self._failing():
+            return self._shelf.get(name) if name in self._shelf.names() else None
+
     def _having(self) -> str:
         steps = self.steps()
         return f"it has {len(steps)} of steps {steps[0]} to {steps[-1]}" if steps else "it is empty"
@@ -189,14 +201,37 @@ def _name(step: int) -> str:
 def archive_run(run: Run, process: str, config: Config | None) -> None:
     """Archive the batches that this trainer commits, if the run does that."""
     if config is not None and process == "trainer" and run.limits.archive:
-        run.observers.append(Archiver(run, config.public()))
+        run.observers.append(Archiver(run, config.public(), config.run.folder / TERMS))
+
+
+def audit(run: Run) -> list[str]:
+    """Return, for `rolloutmq fsck`, where the archive of a run is not what was trained."""
+    if not run.limits.archive:
+        return []
+    archive, faults = Archive(run.limits.archive), list[str]()
+    try:
+        there = {*archive.steps()}
+        for step in range(1, run.ledger.archive.exported() + 1):
+            if step not in there:
+                faults.append(f"{archive.place} lacks the batch of step {step}")
+                continue
+            with archive.open(step) as file:
+                file.check()
+                found = run.ledger.manifest(step)
+                if found and _lines(found) != file.facts.manifest:
+                    faults.append(f"{file.name} is not the batch that the server has")
+    except RolloutMQError as error:
+        faults.append(error.message)
+    return faults
 
 
 class Archiver(Observer):
     """Copies committed batches to the archive in a thread, then lets the server free them."""
 
-    def __init__(self, run: Run, config: dict[str, Any]) -> None:
+    def __init__(self, run: Run, config: dict[str, Any], terms: Path) -> None:
+        """`config`: of this trainer; `terms`: folder of what its steps are trained under."""
         self._run = run
+        self._terms = terms
         self._archive = Archive(run.limits.archive)
         self._config = config
         self._versions = versions()
@@ -239,6 +274,8 @@ class Archiver(Observer):
     def _copy_new(self) -> None:
         ledger = self._run.ledger
         _, committed, freed = ledger.steps()
+        for file in self._terms.glob("*.json"):
+            self._archive.keep(file)
         first = max(self._done + 1, ledger.archive.steps().start)
         for step in range(first, committed + 1):
             if manifest := ledger.manifest(step):
@@ -255,7 +292,7 @@ class Archiver(Observer):
             run=run.name,
             run_nonce=run.nonce,
             step=manifest.step,
-            manifest=[_ARCHIVED.sub("", manifest.header), *manifest.lines[1:]],
+            manifest=_lines(manifest),
             config=self._config,
             versions=self._versions,
             threads=torch.get_num_threads() if (torch := sys.modules.get("torch")) else 0,
@@ -276,6 +313,12 @@ class Archiver(Observer):
                 names = files_of(group)
                 further |= {f"columns/{name}": (root / name).read_bytes() for name in names}
         write_step(path, facts, groups, further)
+
+
+def _lines(manifest: Manifest) -> list[str]:
+    """Return the lines as the trainer got them."""
+    header, *entries = manifest.lines
+    return [_ARCHIVED.sub("", header), *entries]
 
 
 def files_of(group: RolloutGroup) -> list[str]:

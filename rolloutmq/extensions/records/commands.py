@@ -14,9 +14,11 @@ from typer import Argument, Exit, Option
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.options import RUNS, AsJson, Output, Overrides
-from rolloutmq.output import console, progress
+from rolloutmq.extensions.records.step_file import RecordDamaged
+from rolloutmq.options import RUNS, AsJson, ConfigUrl, Output, Overrides
+from rolloutmq.output import console, count, progress
 from rolloutmq.run_owner import LOCK_FILE, Stage, choose_folder, own, read_record
+from rolloutmq.views.explain.symptom import marked
 
 if TYPE_CHECKING:
     from rolloutmq.extensions.records.replay import ReplayedStep
@@ -89,10 +91,9 @@ def replay(
     name = name or f"{parent.name}-replay"
     target = parent.with_name(name)
     end = last or steps[-1]
-    before = _unfinished(target)
+    left = _unfinished(target, "replay")
     with own(target, name, ["replay", *sys.argv[2:]], end) as owned:
-        for path in before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _delete(left)
         from rolloutmq.extensions.records.replay import prepare
 
         job = prepare(parent, records, name, start, end, given)
@@ -119,14 +120,22 @@ def replay(
         raise Exit(DIFFERS)
 
 
-def _unfinished(target: Path) -> list[Path]:
-    """Return what a replay left that did not finish. Raises ConfigError for anything else."""
+def _unfinished(target: Path, verb: str) -> list[Path]:
+    """Return what this command left where it did not finish. Raises ConfigError for all else."""
     left = [path for path in target.glob("*") if path.name != LOCK_FILE]
     record = read_record(target)
-    is_ours = record is not None and record.command[:1] == ["replay"]
+    is_ours = record is not None and record.command[:1] == [verb]
     if left and not (is_ours and record and record.stage is not Stage.FINISHED):
         raise ConfigError(f"{target} exists", hint="choose another --name, or delete the folder")
     return left
+
+
+def _delete(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _line(step: ReplayedStep, differences: Sequence[Difference]) -> Text:
@@ -158,3 +167,91 @@ def _verdict(
     elif not is_changed:
         yield Text(f"[note] the run keeps no checkpoint of step {end} to compare with", style="dim")
     yield Text(f"{target} has curves, samples and a checkpoint: rolloutmq web --run-dir {target}")
+
+
+FORK_EPILOG = """
+\b
+Examples: rolloutmq fork runs/demo --at 40 --name b --set learner.learning_rate=1e-5
+          rolloutmq run runs/b/config.toml
+"""
+
+
+@command("fork", epilog=FORK_EPILOG)
+def fork_run(
+    at: Annotated[int, Option("--at", min=1, help="Checkpoint to go on from.")],
+    name: Annotated[str, Option(help="Name of the new run, and of its folder.")],
+    folder: RunFolderArgument = None,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run that goes on from a checkpoint of another one, with other settings.
+
+    It has the weights, the optimizer and the draws of that step, and the config that the step was
+    trained with. What was in flight is generated anew. The other run is only read, and may go on.
+    """
+    parent = choose_folder(folder, RUNS)
+    target = parent.with_name(name)
+    left = [path for path in _unfinished(target, "fork") if path.name != "run.json"]
+    with own(target, name, ["fork", *sys.argv[2:]], at):
+        _delete(left)
+        from rolloutmq.extensions.records.fork import CONFIG, create_forked, fork
+
+        def say(line: str) -> None:
+            if not as_json:
+                console().print(line, soft_wrap=True)
+
+        config = fork(parent, at, name, list(overrides or []), say)
+        create_forked(config, redis_url, say)
+    file = target / CONFIG
+    Output(
+        {"run": name, "folder": str(target), "config": str(file), "step": at},
+        [Text(f"run {name} continues at step {at + 1}: rolloutmq run {file}")],
+    ).print(as_json=as_json)
+
+
+PROVE_EPILOG = """
+\b
+Examples: rolloutmq prove runs/demo/checkpoints/step-000060
+          rolloutmq prove runs/demo/checkpoints/step-000060 --without-source gsm8k
+"""
+
+
+@command("prove", epilog=PROVE_EPILOG)
+def prove_checkpoint(
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Folder of a checkpoint.")],
+    archive: ArchivePlace = None,
+    without: Annotated[
+        str | None,
+        Option("--without-source", metavar="SOURCE", help="Name the steps that touched it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which prompts, judges and weights made a checkpoint, and whether all is unaltered.
+
+    Compares the checkpoint's files, the chain of trained batches, every group in the archive, the
+    config and the user's code. Ends with code 6 if something was altered, and with --without-source
+    if a step touched it.
+    """
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint} is no folder", hint="give a folder in checkpoints/")
+    from rolloutmq.extensions.records.prove import judges_of, prove
+
+    checkpoint = checkpoint.resolve()
+    records = Archive(archive or str(checkpoint.parents[1] / "archive"))
+    proof = prove(checkpoint, records, without)
+    judges = sorted({name for terms in proof.terms.values() for name in judges_of(terms)})
+    document = {
+        "whole": proof.is_whole, "proof": proof.head, "groups": dict(proof.groups),
+        "judges": judges, "steps_with_source": proof.touched if without else None,
+        "checks": [check._asdict() for check in proof.checks],
+    }  # fmt: skip
+    shown = [marked(check.level, check.what) for check in proof.checks]
+    made = ", ".join(f"{name} {count(number)}" for name, number in proof.groups.most_common())
+    shown.append(Text(f"trained groups: {made or 'none'}; judges: {', '.join(judges)}"))
+    if without:
+        steps = ", ".join(map(str, proof.touched)) or "none"
+        shown.append(Text(f"steps that trained groups of {without}: {steps}"))
+    Output(document, shown).print(as_json=as_json)
+    if not proof.is_whole or proof.touched:
+        raise Exit(RecordDamaged.exit_code)

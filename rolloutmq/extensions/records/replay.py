@@ -8,7 +8,6 @@ equal bit for bit, on the same kind of machine with the same numbers of ranks an
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +15,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from buffer.config.assignments import assign
 from buffer.errors import ConfigError, ModelError
 from buffer.ids import new_nonce
 from buffer.ledger.position import Position
@@ -41,9 +39,9 @@ from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.ranks import Ranks, join
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
-from rolloutmq.config.load import validate_config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import StepFile
+from rolloutmq.extensions.records.step_file import StepFile, config_of, link_or_copy
+from rolloutmq.launch.terms import keep_terms, terms_of
 
 MAY_CHANGE = (
     *("learner.*", "critic.*", "trainer.advantages", "trainer.reward_weights"),
@@ -122,6 +120,11 @@ class Replay:
         start = phase.first - 1
         position = checkpoints.read(start) if start else Position()
         position.run, position.run_nonce, position.lineage = run.name, run.nonce, LINEAGE
+        if phase.config.learner == self.own.learner:
+            position.terms = self._own_terms(phase.last)
+        else:
+            terms = terms_of(phase.config, self.own.model_folder)
+            position.set_terms(keep_terms(self.folder, terms))
         rank.load(start)
         with closing(Reporter(phase.config, run.buffer, self.own.model_folder)) as reporter:
             reporter.open(open_writers(phase.config, phase.first))
@@ -151,6 +154,12 @@ class Replay:
         rank.begin_state(str(written))
         rank.end_state()
         checkpoints.complete(position, written)
+
+    def _own_terms(self, last: int) -> dict[int, str]:
+        """Return the terms of the run's steps up to `last`, as far as its checkpoints say."""
+        kept = CheckpointFolder(self.parent / "checkpoints")
+        known = kept.read(kept.steps()[-1]).terms if kept.steps() else {}
+        return {first: digest for first, digest in known.items() if first <= last}
 
     @contextmanager
     def _server(self, ranks: Ranks) -> Iterator[Run]:
@@ -215,7 +224,7 @@ def prepare(
     changed = config_of(given, overrides, run=place, trainer={"writers": []})
     if begin:
         target = CheckpointFolder(folder / "checkpoints").path(begin)
-        shutil.copytree(kept.path(begin), target, copy_function=os.link, dirs_exist_ok=True)
+        shutil.copytree(kept.path(begin), target, copy_function=link_or_copy, dirs_exist_ok=True)
     phases = [Phase(changed, start + 1, last)]
     if begin < start:
         phases.insert(0, Phase(unchanged, begin + 1, start))
@@ -235,23 +244,6 @@ def check_steps(archive: Archive, begin: int, start: int, last: int, kept: Seque
             hint=f"put its file back; or replay to step {missing[0] - 1}, or from a checkpoint "
             f"behind it (kept: {whole})",
         )
-
-
-def config_of(given: Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Config:
-    """Return the config of a step file, with keys of `sections`, then `overrides` on top."""
-    tree: dict[str, Any] = _without_none(given)
-    for name, keys in sections.items():
-        tree[name] = _without_none(tree.get(name, {}) | keys)
-    for override in overrides:
-        assign(tree, override)
-    return validate_config(tree, "the config of the archive")
-
-
-def _without_none(tree: Any) -> Any:
-    """Return a tree as TOML has it: a key without a value is left out."""
-    if isinstance(tree, Mapping):
-        return {name: _without_none(value) for name, value in tree.items() if value is not None}
-    return tree
 
 
 def place(run: Run, file: StepFile) -> None:

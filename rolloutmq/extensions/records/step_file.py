@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from buffer.config.assignments import assign
 from buffer.errors import RolloutMQError, WireError
 from buffer.groups.replay_buffer import mask_stale
 from buffer.manifest import Manifest, ManifestEntry
@@ -27,6 +30,8 @@ from buffer.redis.payloads import checksum
 from buffer.wire.framing import ZSTD_MAGIC, compress, expand
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode_each
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import validate_config
 
 FORMAT = 1
 DIGEST_HEX = 64
@@ -208,3 +213,28 @@ def digest_of(file: BinaryIO) -> str:
 def _member(name: str) -> zipfile.ZipInfo:
     # with one time for all, the same batch has the same bytes
     return zipfile.ZipInfo(name, (2000, 1, 1, 0, 0, 0))
+
+
+def config_of(given: Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Config:
+    """Return the config of a step file, with keys of `sections`, then `overrides` on top."""
+    tree: dict[str, Any] = _without_none(given)
+    for name, keys in sections.items():
+        tree[name] = _without_none(tree.get(name, {}) | keys)
+    for override in overrides:
+        assign(tree, override)
+    return validate_config(tree, "the config of the archive")
+
+
+def _without_none(tree: Any) -> Any:
+    """Return a tree as TOML has it: a key without a value is left out."""
+    if isinstance(tree, Mapping):
+        return {name: _without_none(value) for name, value in tree.items() if value is not None}
+    return tree
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file that never changes another name; copy it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -24,7 +24,8 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep, read_steps
-from rolloutmq.output import plural
+from rolloutmq.output import age, plural
+from rolloutmq.views.explain.processes import with_processes
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.explain.symptom import (
     PATIENCE_MS,
@@ -40,6 +41,7 @@ from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.run_view import RunView, read_run_view
 
 LOADING_MS = 5_000  # a worker that loads weights, or has not reported it yet, needs that long
+HANGS, FIRST_MS = 10, 600_000  # mean times of a group, and ms where none has ended
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
 FEW_LETTERS = 500  # newest dead letters whose causes are counted
@@ -51,8 +53,8 @@ def diagnose(snap: RunView) -> list[Symptom]:
 
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
-    parts = [_account, _pauses, _roles, _workers, _unclaimed, _memory, _tasks, _shares]
-    parts += [] if snap.paused_by else [_weights, _supply]
+    parts = [_account, _pauses, _roles, _workers, _unclaimed, _memory, _tasks, _shares, _retries]
+    parts += [] if snap.paused_by else [_weights, _supply, _hanging]
     if snap.mode == "finish":
         parts = [_account, _shares]
     found = [symptom for part in parts for symptom in part(snap)]
@@ -188,10 +190,15 @@ def _unclaimed(snap: RunView) -> Iterator[Symptom]:
 
 def _memory(snap: RunView) -> Iterator[Symptom]:
     if snap.server_full:
-        fix = "let the trainer write a checkpoint and commit, drop groups, or raise maxmemory"
-        what = f"{snap.server_full}; nothing new is started"
-        yield (warning if snap.leases else stuck)(
-            "memory/server_full", what, f"{fix} (redis-cli CONFIG SET)"
+        is_ready = all(task.ready >= max(1, task.batch_share) for task in snap.training)
+        is_freed = snap.taken > snap.committed or bool(snap.taken and is_ready)
+        fix = "raise its maxmemory (redis-cli CONFIG SET), or drop groups (`rolloutmq drop`)"
+        if is_freed:
+            fix = f"the trainer frees some with its next checkpoint; or {fix}"
+        is_moving = is_freed or (snap.taken and snap.leases)
+        is_moving = is_moving and (last_event_ms(snap) or 0) < PATIENCE_MS
+        yield (warning if is_moving else stuck)(
+            "memory/server_full", f"{snap.server_full}; nothing new is started", fix
         )
     if snap.memory.refuses_fresh:
         left = snap.taken - snap.committed
@@ -244,6 +251,12 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
                     f"task {task.account.task}: {share}",
                     share.fix,
                 )
+
+
+def _retries(snap: RunView) -> Iterator[Symptom]:
+    for (task, cause), number in snap.retries.most_common(SHOWN):
+        what = f"task {task}: {plural(number, 'rollout')} failed, and were made again: {cause}"
+        yield note("task/retries", what, "`rolloutmq logs worker --level warning` has each of them")
 
 
 # what takes long responses away (buffer/control/length_counts.py), and what can be done
@@ -306,6 +319,28 @@ def _supply(snap: RunView) -> Iterator[Symptom]:
             yield (note if is_new else stuck)("supply/dry", what, fix, quiet_ms)
 
 
+def _hanging(snap: RunView) -> Iterator[Symptom]:
+    """Report running groups for which the trainer waits, and of which none ends."""
+    training = snap.report.training
+    is_training = snap.taken > max(training.step if training else 0, snap.committed)
+    is_short = any(task.ready < max(1, task.batch_share) for task in snap.training)
+    quiet_ms = last_event_ms(snap) or 0
+    if not snap.leases or not snap.trainer.is_alive or is_training or not is_short:
+        return
+    groups = sum(task.number("produced_groups") for task in snap.tasks)
+    mean_ms = sum(task.number("produced_ms") for task in snap.tasks) / groups if groups else 0
+    if quiet_ms > max(PATIENCE_MS, HANGS * mean_ms if groups else FIRST_MS):
+        holders = ", ".join(worker.id for worker in snap.live_workers if worker.holds)
+        mean = f"; others took {age(mean_ms)}" if groups else ""
+        yield stuck(
+            "task/hanging",
+            f"{plural(snap.leases, 'group')} at {holders or 'no live worker'}: none ends{mean}",
+            "an agent, a tool, a judge or the engine may hang: read their logs; [strategy] "
+            "group_time_limit_s ends such groups",
+            quiet_ms,
+        )
+
+
 def diagnose_run(
     store: Store, name: str, find_folder: Callable[[Run], Path | None] = lambda _: None
 ) -> tuple[RunView | None, list[Symptom]]:
@@ -313,8 +348,9 @@ def diagnose_run(
     try:
         run = Run.open(store, name)
         snap = read_run_view(run)
-        found = inspect(run, snap, read_steps(find_folder(run)))
-        return snap, worst_first([*diagnose(snap), *found])
+        folder = find_folder(run)
+        found = [*diagnose(snap), *inspect(run, snap, read_steps(folder))]
+        return snap, with_processes(snap, found, folder)
     except StoreUnavailable:
         raise
     except (RunError, StoreError, SchemaVersionError) as error:

@@ -181,8 +181,10 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
 
 
 def reads_of_payloads(source: str) -> set[str]:
-    # what one worker holds is bounded by its capacity
-    commands = set(re.findall(r"call\('(\w+)'(?!, leased\))", re.sub(r"--.*", "", source)))
+    # what one worker holds is bounded by its capacity, and its totals by the tasks
+    commands = set(
+        re.findall(r"call\('(\w+)'(?!, (?:leased|worker_tokens)\))", re.sub(r"--.*", "", source))
+    )
     return commands & {
         "GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS",
         "HSCAN",
@@ -208,6 +210,7 @@ def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) ->
         "enqueue",
         "keep_responses",
         "keep_turns",
+        "keep_verdict",
         "put",
         "reissue",
         "requeue",

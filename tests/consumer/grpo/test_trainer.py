@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,8 @@ def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
 
 def check_numbers(step: TrainedStep, samples: list[Sample]) -> None:
     """All groups are logged: what is kept by token has the means that the metrics have."""
+    assert step.host == socket.gethostname()
+    assert 0 < step.metrics["system/memory_bytes"] < step.metrics["system/memory_total_bytes"]
     assert sum(step.histograms["response_len"].counts) == GROUPS * MEMBERS
     members = [member for sample in samples for member in sample["members"]]
     mask, engine, trainer, entropy = (

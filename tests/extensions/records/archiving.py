@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from buffer.ids import new_nonce
@@ -39,7 +40,7 @@ def main(url: str, name: str, last: int, at: int) -> None:
     committed = run.ledger.steps().committed
     nonce = new_nonce()
     run.trainers.open(nonce, step=committed, lineage=f"l{committed + 1}", take_over=True)
-    archiver = Archiver(run, {})
+    archiver = Archiver(run, {}, Path("none"))
     for step in range(committed + 1, last + 1):
         run.ledger.take(nonce, step, {"math": 2})
         run.ledger.commit(nonce, step, step)

@@ -12,6 +12,7 @@ from consumer.grpo.trainer import Trainer
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.launch.create import create_run
+from rolloutmq.launch.terms import keep_terms, terms_of
 from rolloutmq.observers import observed
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
@@ -40,7 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Config
         store = Store(server.url)
         run = create_run(store, config, model_dir)
         with observed(run, "trainer", config), at_work(run, stamp=0, math=5 * GROUPS + 6):
-            assert Trainer(run, config, model_dir).fit()
+            terms = keep_terms(folder, terms_of(config, model_dir))
+            assert Trainer(run, config, model_dir, terms=terms).fit()
         assert run.account.fsck().clean
         store.close()
     assert Archive(str(folder / "archive")).steps() == list(range(1, STEPS + 1))

@@ -14,7 +14,7 @@ import pytest
 
 from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
-from rolloutmq.extensions.records.archive import Archive, ArchiveFailed, Archiver
+from rolloutmq.extensions.records.archive import Archive, ArchiveFailed, Archiver, audit
 from rolloutmq.extensions.records.step_file import RecordDamaged
 from tests.buffer.scene import LIMITS, Scene
 from tests.extensions.bucket.conftest import s3, url  # noqa: F401
@@ -54,7 +54,7 @@ def test_a_committed_batch_leaves_the_server_for_a_file_with_the_same_groups(sce
     scene.ready(0, 0)
     manifest = scene.take(1, math=2)
     sent = scene.run.buffer.load(manifest)
-    archiver = Archiver(scene.run, {"run": {"name": "r"}})
+    archiver = Archiver(scene.run, {"run": {"name": "r"}}, Path("none"))
     scene.run.ledger.commit(scene.trainer, 1, 1)
     archiver.committed(1, 0)
     archiver.closed()
@@ -97,7 +97,7 @@ def test_a_trainer_that_is_killed_anywhere_leaves_whole_files_of_all_steps(scene
 
 def test_any_flipped_bit_is_found(scene: Scene) -> None:
     scene.open_trainer()
-    archiver = Archiver(scene.run, {})
+    archiver = Archiver(scene.run, {}, Path("none"))
     train(scene, 1)
     archiver.committed(1, 0)
     archiver.closed()
@@ -119,7 +119,7 @@ def test_any_flipped_bit_is_found(scene: Scene) -> None:
 def test_a_new_history_replaces_the_later_files_of_the_one_before(scene: Scene) -> None:
     scene.open_trainer()
     archive = Archive(scene.run.limits.archive)
-    archiver = Archiver(scene.run, {})
+    archiver = Archiver(scene.run, {}, Path("none"))
     train(scene, 1, 2, 3)
     archiver.committed(3, 0)
     archiver.closed()
@@ -139,13 +139,20 @@ def test_a_full_place_keeps_the_batch_on_the_server(scene: Scene, tmp_path: Path
     place.parent.mkdir(exist_ok=True)
     place.write_text("no folder")
     train(scene, 1)
-    archiver = Archiver(scene.run, {})
+    archiver = Archiver(scene.run, {}, Path("none"))
     archiver.closed()
     assert scene.run.ledger.archive.steps() == range(1, 2)
     place.unlink()
-    archiver = Archiver(scene.run, {})  # the next trainer
+    archiver = Archiver(scene.run, {}, Path("none"))  # the next trainer
     archiver.closed()
     assert Archive(str(place)).steps() == [1]
+    assert audit(scene.run) == []
+    file = place / "step-0000001.rmq"
+    file.rename(place / "elsewhere")
+    assert "step 1" in " ".join(audit(scene.run))
+    (place / "elsewhere").rename(file)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert file.name in " ".join(audit(scene.run))
     assert not scene.run.ledger.archive.steps()
     scene.check()
 
@@ -157,7 +164,7 @@ def test_a_bucket_holds_an_archive(
 ) -> None:
     for scene in make_scene(server_of("valkey"), run_name, url + "/archive"):
         scene.open_trainer()
-        archiver = Archiver(scene.run, {})
+        archiver = Archiver(scene.run, {}, Path("none"))
         gids = train(scene, 1, 2)
         archiver.committed(2, 0)
         archiver.closed()

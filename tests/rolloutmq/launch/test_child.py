@@ -16,7 +16,8 @@ import pytest
 
 from buffer.redis.retry import Backoff
 from rolloutmq.launch import log_writer
-from rolloutmq.launch.child import Child, ChildFailed
+from rolloutmq.launch.child import Child
+from rolloutmq.process_ends import ProcessEnd, ProcessFailed, ProcessJournal, read_processes
 from tests.rolloutmq.conftest import ROOT
 from tests.waits import DEADLINE_S, until
 
@@ -28,7 +29,14 @@ def ended(child: Child) -> str:
 def test_a_report_has_the_error_and_the_log(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
     log.write_text("error: of an earlier start\n", encoding="utf-8")
-    child = Child("trainer", ["status", "--redis-url", "unix:///no.sock"], log, {}, restarts=5)
+    child = Child(
+        "trainer",
+        ["status", "--redis-url", "unix:///no.sock"],
+        log,
+        {},
+        ProcessJournal(tmp_path),
+        restarts=5,
+    )
     child.start()
     assert ended(child) == (
         f"trainer ended with exit code 3: unix:///no.sock: there is no such socket; its log: {log}"
@@ -36,9 +44,16 @@ def test_a_report_has_the_error_and_the_log(tmp_path: Path) -> None:
 
 
 def test_a_wrong_config_is_not_tried_again(tmp_path: Path) -> None:
-    child = Child("worker-0", ["worker", "no.toml"], tmp_path / "w.log", {}, restarts=5)
+    child = Child(
+        "worker-0",
+        ["worker", "no.toml"],
+        tmp_path / "w.log",
+        {},
+        ProcessJournal(tmp_path),
+        restarts=5,
+    )
     child.start()
-    with pytest.raises(ChildFailed, match=r"no\.toml: there is no such file") as caught:
+    with pytest.raises(ProcessFailed, match=r"no\.toml: there is no such file") as caught:
         ended(child)
     assert caught.value.exit_code == 2
 
@@ -52,11 +67,11 @@ def test_lives_without_progress_end_with_the_cause_first_however_long_they_are(
     steps = count(7)
     child = Child(
         "trainer", ["status", "--redis-url", "unix:///no.sock"], tmp_path / "trainer.log", {},
-        restarts=5, mark=lambda _: next(steps) if achieves else 7,
+        ProcessJournal(tmp_path), restarts=5, mark=lambda _: next(steps) if achieves else 7,
     )  # fmt: skip
     child.start()
     reports: list[str | None] = []
-    with pytest.raises(ChildFailed) as caught:
+    with pytest.raises(ProcessFailed) as caught:
         reports.extend(iter(partial(ended, child), None))
     assert reports.count("trainer restarted") == (5 if achieves else 2)
     cause, how, *_ = caught.value.message.splitlines()
@@ -66,18 +81,32 @@ def test_lives_without_progress_end_with_the_cause_first_however_long_they_are(
     )
 
 
-def test_a_process_without_output_is_reported(tmp_path: Path) -> None:
-    child = Child("producer", [], tmp_path / "p.log", {}, restarts=5)
+def test_an_end_is_recorded_with_its_signal_and_the_memory_before_it(tmp_path: Path) -> None:
+    """The last line of its log is not the reason why something killed it."""
+    log = tmp_path / "p.log"
+    log.write_text("a line\n")
+    journal = ProcessJournal(tmp_path)
+    child = Child("producer", [], log, {}, journal, restarts=5)
     child.start()
+    journal.sample(child.pids)
+    pid = child.pid
     child.kill()
-    assert "was killed by SIGKILL: (no output)" in ended(child)
+    assert "a line" not in ended(child)
+    start, end = read_processes(tmp_path)
+    assert (start.name, start.pid, end.pid) == ("producer", pid, pid)
+    assert isinstance(end, ProcessEnd)
+    assert (end.kind, end.code, end.is_final) == ("process/killed", -signal.SIGKILL, False)
+    assert 0 < end.memory < end.total
+    assert 0 < end.free <= end.total
 
 
 def test_a_process_that_saw_the_end_of_the_run_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rolloutmq.launch.child.RESTART_DELAY_S", 0.0)
-    child = Child("producer", ["--version"], tmp_path / "p.log", {}, restarts=5)
+    child = Child(
+        "producer", ["--version"], tmp_path / "p.log", {}, ProcessJournal(tmp_path), restarts=5
+    )
     child.start()
     assert child.wait(DEADLINE_S)
     assert child.succeeded
@@ -121,7 +150,9 @@ def test_a_log_is_bounded_however_fast_a_process_and_its_children_print(
     logs.mkdir()
     most = 1 << 18
     args = [str(size), str(lines)]
-    child = Child("worker-0", args, logs / "w.log", {}, restarts=0, log_bytes=most)
+    child = Child(
+        "worker-0", args, logs / "w.log", {}, ProcessJournal(tmp_path), restarts=0, log_bytes=most
+    )
     child.start()
     largest = 0
     while child.exit_code is None:
@@ -147,7 +178,9 @@ def test_the_log_goes_on_when_the_one_that_started_it_is_killed(
     starter = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
         f"from rolloutmq.launch.child import Child\n"
-        f"Child('w', [], Path({str(log)!r}), {{}}, restarts=0).start()\n"
+        f"from rolloutmq.process_ends import ProcessJournal\n"
+        f"journal = ProcessJournal(Path({str(tmp_path)!r}))\n"
+        f"Child('w', [], Path({str(log)!r}), {{}}, journal, restarts=0).start()\n"
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     )
     started = subprocess.run([sys.executable, "-c", starter], cwd=tmp_path / "here", check=False)

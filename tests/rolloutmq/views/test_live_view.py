@@ -4,8 +4,11 @@ import dataclasses
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from buffer.errors import RunNotFound
+from buffer.maintenance.remove_run import remove_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run.run import Run
@@ -34,6 +37,13 @@ def test_snapshot_costs_the_same_whatever_the_pools_hold(store: Store) -> None:
     few = _commands_of(scene.run)
     scene.enqueue(1000)
     assert _commands_of(scene.run) == few
+
+
+def test_a_deleted_run_is_not_a_damaged_one(store: Store) -> None:
+    scene = Scene(store, "demo")
+    remove_run(store, scene.run.keys)
+    with pytest.raises(RunNotFound):
+        read_run_view(scene.run)
 
 
 def _commands_of(run: Run) -> int:

@@ -88,6 +88,7 @@ function showMember(member, members, state) {
     el("small", {}, ` ${signed(advantage)} · ${number(member.tokens)} tokens · ${visible(member.finish_reason ?? "–")}`, member.status === "completed" ? "" : ` · ${member.status}`));
   return el("section", { class: "panel member", id: `member-${members.indexOf(member)}`, "data-place": members.indexOf(member) }, title,
     (member.messages || []).map((message) => showMessage(message, state.view !== "text")), content(member, members, advantage, state),
+    member.feedback ? folded("the judge says", asText(member.feedback)) : null,
     member.error ? el("pre", { class: "bad trace" }, visible(member.error)) : null);
 }
 

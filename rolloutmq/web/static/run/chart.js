@@ -3,7 +3,7 @@
 // Charts of one axis share the cursor and the zoom. A drag zooms, a double click or Escape shows
 // all; the arrow keys move the cursor.
 
-import { el, patch } from "../frame/draw.js";
+import { bytes, el, patch } from "../frame/draw.js";
 import { joined, shortNumber, smoothed } from "./curves.js";
 import { ends, paint, wordsOf } from "./heat.js";
 
@@ -22,7 +22,7 @@ export function zoom(axis, range) {
 export const zoomOf = (axis) => zooms[axis];
 
 export class Chart {
-  // spec: {key, title, unit, stacked, percent, isHeat}; axis: "step" or "time"; hidden: labels not shown
+  // spec: {key, title, unit, stacked, percent, isShare, isHeat}; axis: "step" or "time"; hidden: labels not shown
   constructor(spec, axis, hidden = []) {
     this.spec = spec;
     this.axis = axis;
@@ -58,7 +58,7 @@ export class Chart {
     return { width: Math.max(120, this.plot.clientWidth), height: this.isTall ? TALL : HEIGHT };
   }
 
-  // curves: [{label, x, values, colour, dash, band: [low, high] or null}]; weight: of the smoothing
+  // curves: [{name of the metric, label, x, values, colour, dash, band: [low, high] or null}]; weight: of the smoothing
   show(curves, weight, isRelative) {
     this.curves = curves;
     this.weight = this.spec.stacked || this.spec.table || this.spec.isHeat ? 0 : weight; // evaluations are few
@@ -132,7 +132,7 @@ export class Chart {
 
   rangeOf(low, high) {
     if (low === null || high === null) return [0, 1];
-    if (this.spec.percent) return [0, 1];
+    if (this.spec.percent || (this.spec.isShare && low >= 0 && high <= 1)) return [0, 1];
     if (this.spec.isHeat) return [low, high];
     if (this.spec.stacked) return [0, high * 1.05 || 1];
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
@@ -149,6 +149,7 @@ export class Chart {
 
   words(value) {
     if (value === null || value === undefined) return "–";
+    if (this.spec.isBytes) return bytes(value);
     return this.spec.percent ? `${Math.round(100 * value)} %` : shortNumber(value);
   }
 
@@ -222,6 +223,14 @@ export class Chart {
     this.resized.disconnect();
     charts[this.axis].delete(this);
   }
+}
+
+// Bring the chart with a metric into view, and mark it; returns whether there is one.
+export function showChart(metric) {
+  const found = [...charts.step].find(({ spec, curves = [], node }) => !node.hidden && (spec.key === metric || curves.some(({ name }) => name === metric)));
+  found?.node.scrollIntoView({ block: "center" });
+  found?.plot.focus({ preventScroll: true });
+  return Boolean(found);
 }
 
 // The first and the last x of all charts of an axis, so that they stand below each other.

@@ -17,11 +17,14 @@ const withFailed = (task, columns) => {
   return failed ? `${task} (${failed} failed)` : task;
 };
 
+// Metrics that are shares: their axis is from 0 to 1.
+const IS_SHARE = /fraction|share|accuracy|solved|\/ess$|^eval\/(accuracy|score)/;
+
 // {key, title, unit, lines: array or function of the columns, stacked, table: "evaluations"}
 export const BY_STEP = [
   { key: "reward", title: "Reward", unit: "score of the batch", lines: [spread("rewards", "mean")] },
-  { key: "solved", title: "Solved", unit: "share of groups with a full score (1 or more)", lines: [line("rewards/solved", "solved")] },
-  { key: "evaluation", title: "Evaluations", unit: "accuracy on held-out tasks", table: "evaluations",
+  { key: "solved", title: "Solved", unit: "share of groups with a full score (1 or more)", isShare: true, lines: [line("rewards/solved", "solved")] },
+  { key: "evaluation", title: "Evaluations", unit: "accuracy on held-out tasks", table: "evaluations", isShare: true,
     lines: (columns) => named(columns, "eval/accuracy/").map(({ name, label }) => line(name, withFailed(label, columns))) },
   { key: "task-reward", title: "Reward by task", unit: "mean score", lines: (columns) => named(columns, "rewards/mean/") },
   { key: "loss", title: "Loss", unit: "policy loss", lines: [line("loss/policy", "policy")] },
@@ -39,6 +42,7 @@ export const BY_STEP = [
     line("throughput/rollout_tgs", "rollouts"), line("throughput/training_tgs", "training alone"), line("throughput/effective_tgs", "whole step")] },
   { key: "shares", title: "Lost and cut", unit: "share since the step before", percent: true,
     lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
+  { key: "token-rows", title: "Where the tokens went", unit: "tokens sampled so far", stacked: true, lines: (columns) => named(columns, "tokens/") },
   { key: "pools", title: "Groups left in the pools", unit: "groups after a step", lines: [
     line("async/completed_groups", "completed"), line("async/aborted_groups", "aborted"), line("async/expired_groups", "expired")] },
 ];
@@ -55,10 +59,10 @@ export const BY_TIME = [
 export function otherCharts(columns, evaluations) {
   const shown = new Set(BY_STEP.flatMap(({ lines }) => (Array.isArray(lines) ? lines : []))
     .flatMap(({ name, band = [], rest }) => [name, rest, ...band]));
-  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^pause\/le_/.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
+  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^tokens\/|^pause\/le_/.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
   const measured = [...new Set(Object.keys(evaluations).map((name) => name.slice(0, name.lastIndexOf("/") + 1)))].filter((name) => name !== "eval/accuracy/");
-  return [...kept.sort().map((name) => ({ key: name, title: name, unit: "", lines: [line(name, name.split("/").at(-1))] })),
-    ...measured.sort().map((prefix) => ({ key: prefix, title: prefix.slice(0, -1), unit: "by task", table: "evaluations", lines: (all) => named(all, prefix) }))];
+  return [...kept.sort().map((name) => ({ key: name, title: name, unit: "", isShare: IS_SHARE.test(name), isBytes: name.endsWith("_bytes"), lines: [line(name, name.split("/").at(-1))] })),
+    ...measured.sort().map((prefix) => ({ key: prefix, title: prefix.slice(0, -1), unit: "by task", table: "evaluations", isShare: IS_SHARE.test(prefix), lines: (all) => named(all, prefix) }))];
 }
 
 // The values of a line in the columns of a table; null where the table lacks it.

@@ -46,3 +46,14 @@ export function shortNumber(value) {
   if (size >= 1e-3 || size === 0) return `${+value.toPrecision(3)}`;
   return value.toExponential(1);
 }
+
+const FAR = 100; // how many times larger a curve is that makes another one on its axis a flat line
+
+// Lists of curves that have an axis of their own, the largest first; the order within each stays.
+export function bySize(curves) {
+  const sizes = curves.map(({ values }) => values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0));
+  const tops = [];
+  for (const size of [...sizes].sort((a, b) => b - a)) if (!tops.length || (size > 0 && tops.at(-1) / size > FAR)) tops.push(size);
+  const placeOf = (size) => Math.max(0, tops.findLastIndex((top) => size > 0 ? size <= top : true));
+  return tops.map((_, place) => curves.filter((_, at) => placeOf(sizes[at]) === place));
+}

@@ -1,4 +1,5 @@
-// The newest events of the run, of all kinds or of one.
+// The newest events of the run, of all kinds or of one. Of all kinds, changes of the control state, which come with
+// each weight update, and events of one cause are a single row.
 
 import { el, patch, table } from "../frame/draw.js";
 import { groupLink } from "../rollouts/rollouts.js";
@@ -14,13 +15,31 @@ export const events = {
   },
 };
 
+const clock = (at) => new Date(at).toLocaleTimeString([], { hour12: false });
+
 function draw() {
   const names = [...new Set([...newest.map(({ event }) => event), kinds.value].filter(Boolean))].sort();
   const chosen = kinds.value;
   patch(kinds, [el("option", { value: "" }, "all kinds"), ...names.map((name) => el("option", { value: name }, name))]);
   kinds.value = chosen;
-  const shown = newest.filter(({ event }) => !chosen || event === chosen);
-  patch(place, [table([["when", ({ at_ms }) => new Date(at_ms).toLocaleTimeString([], { hour12: false })], ["event", ({ event }) => event], ["", details, "text"]], shown)]);
+  const shown = chosen ? newest.filter(({ event }) => event === chosen).map((event) => [event]) : folded(newest);
+  patch(place, [table([["when", ([{ at_ms: at }]) => clock(at)], ["event", ([{ event }, ...more]) => (more.length ? `${event} × ${more.length + 1}` : event)], ["", all, "text"]], shown)]);
+}
+
+// Lists of events that are one row: the newest first.
+function folded(found) {
+  const rows = new Map();
+  found.forEach((event, at) => {
+    const cause = event.event === "control" ? event.by : event.kind === "failed" ? `${event.worker} ${event.place}` : event.reason;
+    const key = cause === undefined ? at : `${event.event} ${event.task ?? ""} ${cause}`;
+    rows.set(key, [...(rows.get(key) ?? []), event]);
+  });
+  return [...rows.values()];
+}
+
+function all([event, ...earlier]) {
+  if (!earlier.length) return details(event);
+  return el("details", { "data-key": `${event.event} ${event.by ?? event.reason}` }, el("summary", {}, details(event)), earlier.map((each) => el("div", {}, el("span", { class: "dim" }, clock(each.at_ms)), " ", details(each))));
 }
 
 function details({ at_ms, event, ...fields }) {

@@ -4,10 +4,10 @@
 import { bar, bars, bytes, el, number, panel, patch, table } from "../frame/draw.js";
 import { data } from "../frame/data.js";
 import { ask, saved } from "../frame/server.js";
-import { band } from "./curves.js";
-import { Chart, onZoom, zoom, zoomOf } from "./chart.js";
+import { band, bySize } from "./curves.js";
+import { Chart, onZoom, showChart, zoom, zoomOf } from "./chart.js";
 import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.js";
-import { findings } from "./findings.js";
+import { findings, hasCause } from "./findings.js";
 import { PANELS, Panel } from "./panels.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "skipped", "dead"];
@@ -15,7 +15,7 @@ const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"]
 const LEVELS = { warning: "near", error: "bad" };
 const choice = { runs: null, own: null, all: [], tags: {}, smoothing: 0, x: "step", task: "" };
 const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
-let charts = [], others = [], places = null, thePage = null, panels = [];
+let charts = [], others = [], places = null, thePage = null, panels = [], wanted = null;
 
 export const overview = {
   async open(route, page) {
@@ -24,6 +24,7 @@ export const overview = {
     choice.own = own;
     choice.all = runs;
     choice.tags = tags;
+    wanted = route.query.get("chart");
     choice.runs ??= own ? [own] : [];
     places = {
       findings: el("div"), runs: el("div", { class: "runs" }), differences: el("div"), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
@@ -42,6 +43,7 @@ export const overview = {
       ...(saved ? [] : [heading("Now", taskChoice()), places.time]), el("div", { class: "stack more" }, panels.map(({ node }) => node)), ...(saved ? [] : [heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
+    if (saved?.findings.length) patch(places.findings, findings(saved));
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
@@ -52,7 +54,7 @@ export const overview = {
     if (hasSteps) drawSteps();
   },
   close() {
-    for (const chart of [...charts, ...others]) chart.close();
+    for (const chart of allCharts()) chart.close();
     charts = [];
     others = [];
     onZoom.delete(readDetail);
@@ -99,8 +101,23 @@ function closeMenu({ target }) {
 }
 
 function redraw() {
-  for (const chart of [...charts, ...others]) chart.rebuild();
+  for (const chart of allCharts()) chart.rebuild();
 }
+
+// Show curves in a chart; those of another order of magnitude in charts beside it.
+function show(chart, curves, ...how) {
+  const [largest = [], ...smaller] = chart.spec.stacked || chart.spec.isHeat ? [curves] : bySize(curves);
+  chart.show(largest, ...how);
+  chart.beside ??= [];
+  while (chart.beside.length < smaller.length) {
+    const more = new Chart({ ...chart.spec, key: `${chart.spec.key}-${chart.beside.length + 2}` }, chart.axis);
+    (chart.beside.at(-1) ?? chart).node.after(more.node);
+    chart.beside.push(more);
+  }
+  chart.beside.forEach((each, at) => each.show(smaller[at] ?? [], ...how));
+}
+
+const allCharts = () => [...charts, ...others].flatMap((chart) => [chart, ...(chart.beside ?? [])]);
 
 // -- curves by train step ----------------------------------------------------------------------
 
@@ -130,7 +147,7 @@ function curvesOf(spec) {
     const lines = linesOf(spec, table.columns).map((wanted, at) => ({ wanted, place: at, values: valuesOf(spec, wanted, table.columns) })).filter(({ values }) => values);
     return lines.map(({ wanted, values, place }, at) => {
       return {
-        label: many ? (lines.length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
+        name: wanted.name, label: many ? (lines.length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
         x: table.x, values, colour: COLOURS[(many ? colourPlace(run) : place) % COLOURS.length], dash: many && at > 0,
         band: wanted.band && choice.smoothing === 0 && runs.length < 3 ? band(table.columns, wanted.name, wanted.band) : null,
         points: spec.table === "evaluations",
@@ -147,9 +164,15 @@ function drawSteps() {
   places.noSteps.textContent = choice.own
     ? "No step has been trained yet: curves begin with the first one."
     : "The folder of this run is not known here, so its curves are not: start `rolloutmq web` with --run-dir.";
-  for (const chart of charts) if (chart.axis === "step") chart.show(curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
+  for (const chart of charts) if (chart.axis === "step") show(chart, curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
   drawOthers();
   patch(places.runs, choice.runs.length > 1 ? choice.runs.map(runKey) : []);
+  if (wanted && has) { // a finding says to look at it
+    places.more.open ||= !showChart(wanted);
+    drawOthers();
+    showChart(wanted);
+    wanted = null;
+  }
 }
 
 // The keys of the configs that differ between the compared runs.
@@ -177,7 +200,7 @@ function drawOthers() {
     others.push(chart);
     places.others.append(chart.node);
   }
-  for (const chart of others) chart.show(curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
+  for (const chart of others) show(chart, curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
 }
 
 // Where a long run was thinned out, read the zoomed steps in detail.
@@ -204,14 +227,14 @@ function drawTime() {
   for (const chart of charts) {
     if (chart.axis !== "time") continue;
     const { x, columns } = data.live;
-    chart.show(linesOf(chart.spec, columns, choice.task).map((wanted, at) => {
+    show(chart, linesOf(chart.spec, columns, choice.task).map((wanted, at) => {
       const values = valuesOf(chart.spec, wanted, columns);
       return values && { label: wanted.label, x, values, colour: COLOURS[at % COLOURS.length], dash: false, band: null };
     }).filter(Boolean), 0, false);
   }
 }
 
-function drawTasks({ status, notes }) {
+function drawTasks({ status, notes, findings: found }) {
   const tasks = Object.entries(status.tasks);
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
@@ -219,10 +242,10 @@ function drawTasks({ status, notes }) {
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
   // a task that has not begun, and stops nothing, has its column in the table alone
   const begun = tasks.filter(([name, task]) => task.in_flight || task.trouble || notes.tasks[name].length || Object.keys(task.shares).length);
-  patch(places.tasks, [groups, ...begun.map(([name, task]) => panelOf(name, task, notes.tasks[name])), memory(status, notes.run)]);
+  patch(places.tasks, [groups, ...begun.map(([name, task]) => panelOf(name, task, notes.tasks[name], found)), memory(status, notes.run.filter(({ text }) => !(/^dead letters/.test(text) && found.some(({ name }) => name === "task/dead_letters"))))]);
 }
 
-function panelOf(name, task, notes) {
+function panelOf(name, task, notes, known) {
   const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
   const failed = task.places.dead ? `, without ${task.places.dead} that failed` : "";
   return panel(name, `mean score ${number(task.mean_reward, 3)}${failed}`,
@@ -230,7 +253,7 @@ function panelOf(name, task, notes) {
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
       Object.entries(task.shares).map(([name, { share, level }]) => bar(name, share, 1, `${number(100 * share)} %`, LEVELS[level]))),
     ...notes.map(({ text, level }) => el("p", { class: LEVELS[level] ?? "dim" }, text)),
-    task.trouble ? el("p", { class: "bad" }, task.trouble) : null);
+    task.trouble && !hasCause(known, task.trouble) ? el("p", { class: "bad" }, task.trouble) : null);
 }
 
 function memory({ memory: { held_bytes, low_bytes, high_bytes } }, notes) {

@@ -4,11 +4,12 @@
 
 import { el, patch } from "../frame/draw.js";
 import { ask } from "../frame/server.js";
+import { hosts } from "./hosts.js";
 import { lanes } from "./lanes.js";
 
 const EVERY_MS = 10_000; // between two readings of a panel
 
-export const PANELS = [lanes];
+export const PANELS = [lanes, hosts];
 
 export class Panel {
   constructor(shown) {

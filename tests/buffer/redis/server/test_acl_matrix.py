@@ -44,7 +44,7 @@ WRITES = {
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "ended:<task>:skipped": ALL, "skips:<task>": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
     "worker:<id>": ALL, "bad_submissions": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
     "events": ALL,
-    **dict.fromkeys(("limit", "limit_queue", "limit_turns", "limit_callers", "limit_caller:<caller>"), CALLS),
+    **dict.fromkeys(("verdicts", "verdicts_before", "judge_use", "limit", "limit_queue", "limit_turns", "limit_callers", "limit_caller:<caller>"), CALLS),
 }  # fmt: skip
 """Roles that may write a kind of key."""
 
@@ -58,7 +58,7 @@ CHANGES = {
          "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("permit",), CALLS
+        ("permit", "keep_verdict"), CALLS
     ),
     **dict.fromkeys(
         ("unbar_worker", "control", "publish_weights", "quarantine", "report", "trainer_open", "list_weights"), STEER

@@ -1,0 +1,183 @@
+"""The judge that asks a language model for a grade, or which of two responses is better."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from statistics import mean
+from typing import Any
+
+import msgspec
+import orjson
+
+from buffer.errors import JudgeError
+from buffer.groups.verdicts import Verdicts
+from buffer.imports import import_extra
+from buffer.wire.group import FEEDBACK
+from buffer.wire.rollout import RolloutState
+from producer_workers.call_turns import Turns
+from producer_workers.config.task import JudgingSection
+from producer_workers.http_client import Service
+from producer_workers.judges.cached import digest_of
+from producer_workers.judges.judge import Judge
+from rolloutmq.extensions.llm_judge.questions import (
+    JSON_AGAIN,
+    Question,
+    Verdict,
+    VerdictUnreadable,
+    question,
+)
+from rolloutmq.extensions.llm_judge.section import LlmSection
+
+BYTES_PER_TOKEN = 3  # of a prompt, to reserve its tokens; what an answer counts is settled later
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+class LlmJudge(Judge):
+    """Judges by one model; pairwise, it gets whole groups. Raises ConfigError."""
+
+    name = "llm"
+    counts_use = True
+
+    def __init__(self, section: LlmSection, judging: JudgingSection) -> None:
+        what = f"judge llm ({section.model})"
+        import_extra("aiohttp", what)
+        self.sees_group = section.mode == "pairwise"
+        self._section = section
+        self._rubric = section.instructions()
+        self._verdicts: Verdicts | None = None
+        self._service = Service(
+            what,
+            f"{section.url.rstrip('/')}/chat/completions",
+            judging.timeout_s,
+            judging.retries,
+            "check the API, or raise [tasks.<name>.judging] timeout_s",
+            section.headers(),
+        )
+
+    def under(self, turns: Turns) -> Judge:
+        self._service = replace(self._service, turns=turns)
+        return self
+
+    def knowing(self, verdicts: Verdicts) -> Judge:
+        self._verdicts = verdicts
+        return self
+
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        if self.sees_group:
+            return await self._compare(states)
+        (state,) = states
+        asked = question(self._rubric, self._section.points, state)
+        verdicts = await self._repeated(asked)
+        state.extra[FEEDBACK] = verdicts[0].reason
+        return [_reward([verdict.value for verdict in verdicts], is_repeated=len(verdicts) > 1)]
+
+    async def _compare(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """Return the share of wins of each response, and how often the order decided."""
+        everybody = range(len(states))
+        chance = Random(digest_of([state.response for state in states]))
+        most = self._section.opponents or len(states)
+        pairs = {
+            tuple(sorted((one, other)))
+            for one in everybody
+            for other in chance.sample(
+                [n for n in everybody if n != one], min(most, len(states) - 1)
+            )
+        }
+        orders = [order for a, b in sorted(pairs) for order in ((a, b), (b, a))]
+        asked = [question(self._rubric, 0, states[a], states[b]) for a, b in orders]
+        found = await asyncio.gather(*map(self._repeated, asked))
+        wins, swaps = defaultdict(list), defaultdict(list)
+        said: dict[int, list[str]] = defaultdict(list)
+        for (a, b), verdicts in zip(orders, found, strict=True):
+            value = mean(verdict.value for verdict in verdicts)
+            wins[a].append(value)
+            wins[b].append(1 - value)
+            said[a].append(f"#{states[a].index} (A), #{states[b].index} (B): {verdicts[0].reason}")
+        for (a, b), there, back in zip(orders[::2], found[::2], found[1::2], strict=True):
+            for one in (a, b):
+                swaps[one].append(abs(there[0].value - 1 + back[0].value))
+        for n, state in enumerate(states):
+            state.extra[FEEDBACK] = "\n".join(said[n])
+        return [
+            {"score": mean(wins[n] or [0.5]), "disagreement": mean(swaps[n] or [0.0])}
+            for n in everybody
+        ]
+
+    async def _repeated(self, asked: Question) -> list[Verdict]:
+        """Return one verdict, or several of a question that is asked repeatedly."""
+        share = int(digest_of(asked.messages)[:8], 16) / 16**8
+        is_chosen = share < self._section.repeat_share and asked.points
+        times = self._section.repeats if is_chosen else 1
+        return list(await asyncio.gather(*(self._verdict(asked, n) for n in range(times))))
+
+    async def _verdict(self, asked: Question, number: int) -> Verdict:
+        """Return the verdict on a question; `number` tells its repetitions apart."""
+        section = self._section
+        body: dict[str, Any] = {
+            "model": section.model,
+            "messages": asked.messages,
+            "max_tokens": section.max_tokens,
+            "temperature": section.temperature,
+            **section.options,
+        }
+        if section.structured:
+            form = {"name": "verdict", "strict": True, "schema": asked.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        digest = digest_of(section.url, body, number)
+        known = await asyncio.to_thread(self._verdicts.find, digest) if self._verdicts else None
+        if known is not None:
+            return Verdict(*orjson.loads(known))
+        said = await self._say(body)
+        try:
+            verdict = asked.read(said)
+        except VerdictUnreadable:
+            again = [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": JSON_AGAIN},
+            ]
+            verdict = asked.read(await self._say({**body, "messages": [*asked.messages, *again]}))
+        if self._verdicts:
+            await asyncio.to_thread(self._verdicts.note, digest, orjson.dumps([*verdict]))
+        return verdict
+
+    async def _say(self, body: dict[str, Any]) -> str:
+        """Return what the model answers, and count its tokens. Raises JudgeError."""
+        prompt = sum(len(message["content"].encode()) for message in body["messages"])
+        most = prompt // BYTES_PER_TOKEN + int(body["max_tokens"])
+        if self._verdicts:
+            self._verdicts.use.calls += 1
+        try:
+            answer = msgspec.convert(await self._service.ask(body, most), _Completion)
+        except msgspec.ValidationError as error:
+            raise JudgeError(f"{self._service.what} answered something else: {error}") from error
+        if self._verdicts and answer.usage:
+            use = self._verdicts.use
+            use.prompt_tokens += answer.usage.prompt_tokens
+            use.completion_tokens += answer.usage.completion_tokens
+        return (answer.choices[0].message.content or "") if answer.choices else ""
+
+
+def _reward(values: Sequence[float], *, is_repeated: bool) -> dict[str, float]:
+    spread = {"disagreement": max(values) - min(values)} if is_repeated else {}
+    return {"score": mean(values), **spread}

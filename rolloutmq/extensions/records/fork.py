@@ -1,0 +1,143 @@
+"""A new run that goes on from a checkpoint of another one, which stays as it is.
+
+    runs/b/config.toml                    the config of that step, with the overrides
+           checkpoints/step-000040/       the state (links to the parent's files), and a position of
+                                          the new run: its draws go on where the parent's were
+           steps.jsonl, evaluations.jsonl  of the parent, up to the step
+           archive/, terms/               what proves these steps, as far as the parent has it
+
+What was in flight is generated anew. Until the run is on its server, `fork` may be repeated: it
+keeps the nonce, and makes all else again.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from buffer.config.assignments import assign
+from buffer.errors import ConfigError
+from buffer.run.open import embedded_server, open_store, run_nonce
+from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder
+from consumer.handle.step_log import EVALUATIONS_FILE, STEPS_FILE
+from rolloutmq.config.config import Config
+from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.step_file import config_of, link_or_copy
+from rolloutmq.launch.create import create_again
+from rolloutmq.launch.terms import FOLDER as TERMS
+
+CONFIG = "config.toml"
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def fork(
+    parent: Path, step: int, name: str, overrides: Sequence[str], say: Callable[[str], object]
+) -> Config:
+    """Make run `name` in the folder beside `parent`, but not on a server; return its config.
+
+    Raises ConfigError where the parent does not have the checkpoint, or its terms.
+    """
+    folder = parent.with_name(name)
+    kept = CheckpointFolder(parent / "checkpoints")
+    if step not in kept.steps():
+        known = ", ".join(map(str, kept.steps())) or "none"
+        raise ConfigError(
+            f"{parent} has no checkpoint of step {step}",
+            hint=f"kept: {known}; `rolloutmq replay {parent} --to {step}` makes one, whose folder "
+            "can be forked",
+        )
+    position = kept.read(step)
+    tree = _config_tree(parent, position.terms_of(step))
+    own = config_of(tree, run={"dir": str(parent)})
+    tree["run"] |= {"name": name, "dir": str(folder)}
+    tree["policy"]["model"] = str(own.model_folder)
+    for override in overrides:
+        assign(tree, override)
+    config = config_of(tree)
+    say(f"config   that of step {step}, with {len(overrides)} changes")
+    target = CheckpointFolder(folder / "checkpoints")
+    path = target.begin(step)
+    for file in kept.path(step).iterdir():
+        if file.name not in (POSITION, POSITION + DIGEST):
+            copy = shutil.copytree if file.is_dir() else link_or_copy
+            copy(file, path / file.name)
+    position.run, position.run_nonce = name, run_nonce(folder)
+    position.forget(step)
+    target.complete(position, path)
+    _copy_history(parent, folder, step)
+    (folder / CONFIG).write_text(to_toml(tree), encoding="utf-8")
+    return config
+
+
+def create_forked(config: Config, redis_url: str | None, say: Callable[[str], object]) -> None:
+    """Make the run on its server, as its checkpoint has it."""
+    with ExitStack() as stack:
+        url = config.redis.resolve_url(redis_url)
+        if not url:
+            server = embedded_server(config)
+            stack.enter_context(server.reading())
+            url = server.url
+        store = stack.enter_context(closing(open_store(config, url, name="rolloutmq-fork")))
+        create_again(store, config, config.model_folder, say)
+
+
+def _config_tree(parent: Path, terms: str) -> dict[str, Any]:
+    file = parent / TERMS / f"{terms}.json"
+    data = file.read_bytes() if file.exists() else Archive(str(parent / "archive")).read(file.name)
+    if not terms or data is None:
+        raise ConfigError(
+            f"{parent} does not say which config the step was trained with",
+            hint="only steps of `rolloutmq train`, `run` and `replay` can be forked",
+        )
+    tree: dict[str, Any] = orjson.loads(data)["config"]
+    return tree
+
+
+def _copy_history(parent: Path, folder: Path, step: int) -> None:
+    """Copy the logs up to `step`, and link the files that prove these steps."""
+    for log in (STEPS_FILE, EVALUATIONS_FILE):
+        lines = (parent / log).read_bytes().splitlines() if (parent / log).exists() else []
+        kept = [line for line in lines if line.strip() and orjson.loads(line)["step"] <= step]
+        (folder / log).write_bytes(b"".join(line + b"\n" for line in kept))
+    for name in ("archive", TERMS):
+        for file in sorted(path for path in (parent / name).glob("*.*") if path.is_file()):
+            number = re.fullmatch(r"step-(\d+)\.rmq", file.name)
+            if number is None or int(number[1]) <= step:
+                (folder / name).mkdir(exist_ok=True)
+                link_or_copy(file, folder / name / file.name)
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """Return JSON values as TOML: a table for each section, without keys that are null."""
+    return "\n".join(_tables(tree, ""))
+
+
+def _tables(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    if prefix:
+        yield f"[{prefix[:-1]}]"
+    nested = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
+    for key, value in tree.items():
+        if key not in nested and value is not None:
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in nested.items():
+        yield from _tables(value, f"{prefix}{_key(key)}.")
+
+
+def _key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else orjson.dumps(name).decode()
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pairs = (f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return orjson.dumps(value).decode()

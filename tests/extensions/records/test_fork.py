@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+import pytest
+
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
+from consumer.grpo.trainer import Trainer
+from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.step_log import StepLog
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
+from rolloutmq.extensions.records.fork import to_toml
+from rolloutmq.launch.create import create_run
+from rolloutmq.launch.terms import keep_terms, terms_of
+from rolloutmq.observers import observed
+from tests.consumer.grpo.training_config import GROUPS
+from tests.consumer.handle.crew import at_work
+from tests.rolloutmq.conftest import in_process, rolloutmq
+
+LAST = 7
+LONGER = ("--set", f"plan.steps={LAST}", "--set", "learner.learning_rate=0.01")
+
+
+def fork(parent: Path, at: int, name: str, *args: str) -> Path:
+    done = in_process("fork", str(parent), "--at", str(at), "--name", name, "--json", *args)
+    assert done.returncode == 0, done.stderr
+    return Path(orjson.loads(done.stdout)["config"])
+
+
+def train(file: Path, model_dir: Path) -> Config:
+    """Train a fork to its end, as `rolloutmq run` would."""
+    config = load_config(file)
+    with EmbeddedServer(config.run.folder / "server") as server:
+        store = Store(server.url)
+        run = create_run(store, config, model_dir)
+        terms = keep_terms(config.run.folder, terms_of(config, model_dir))
+        with observed(run, "trainer", config), at_work(run, stamp=0, math=(LAST + 2) * GROUPS):
+            assert Trainer(run, config, model_dir, terms=terms).fit()
+        assert run.account.fsck().clean
+        store.close()
+    return config
+
+
+def digest(folder: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "server" not in path.parts:
+            found.update(str(path).encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def history(folder: Path) -> StepLog:
+    log = StepLog(folder / "steps.jsonl")
+    log.read_new()
+    return log
+
+
+def test_a_fork_goes_on_where_its_parent_was(trained: Config, model_dir: Path) -> None:
+    parent = trained.run.folder
+    before = digest(parent)
+    child = train(fork(parent, 4, "b", *LONGER), model_dir)
+    assert child.learner.learning_rate == 0.01
+    log = history(child.run.folder)
+    assert [step.step for step in log.steps] == list(range(1, LAST + 1))
+    assert log.trained_twice() == {}
+    assert [step.gids for step in log.steps[:4]] == [s.gids for s in history(parent).steps[:4]]
+    assert digest(parent) == before
+
+    checkpoint = CheckpointFolder(child.run.folder / "checkpoints").path(LAST)
+    done = in_process("prove", str(checkpoint), "--json")
+    assert done.returncode == 0, done.stdout
+    found = orjson.loads(done.stdout)
+    assert found["groups"] == {"math": LAST * GROUPS}
+    assert "note" not in {check["level"] for check in found["checks"] if "archive" in check["what"]}
+
+    grandchild = train(
+        fork(child.run.folder, LAST - 1, "c", "--set", f"plan.steps={LAST}"), model_dir
+    )
+    assert history(grandchild.run.folder).steps[-1].step == LAST
+
+
+def test_the_same_fork_twice_and_two_at_once(trained: Config) -> None:
+    parent = trained.run.folder
+    with ThreadPoolExecutor() as threads:
+        files = list(threads.map(lambda name: real_fork(parent, name), ("one", "two")))
+    assert all(file.returncode == 0 for file in files), [file.stderr for file in files]
+    again = in_process("fork", str(parent), "--at", "2", "--name", "one")
+    assert again.returncode
+    assert "exists" in again.stderr
+    states = [CheckpointFolder(parent.with_name(n) / "checkpoints").read(2) for n in ("one", "two")]
+    assert states[0].proof == states[1].proof
+    assert states[0].run_nonce != states[1].run_nonce
+
+
+def real_fork(parent: Path, name: str) -> subprocess.CompletedProcess[str]:
+    return rolloutmq("fork", str(parent), "--at", "2", "--name", name)
+
+
+def test_a_fork_that_was_killed_is_made_again(trained: Config, model_dir: Path) -> None:
+    parent = trained.run.folder
+    target = parent.with_name("killed-fork")
+    command = [sys.executable, "-m", "rolloutmq", "fork", str(parent), "--at", "4"]
+    process = subprocess.Popen([*command, "--name", target.name])
+    end = time.monotonic() + 400
+    while not (target / "checkpoints").exists() and time.monotonic() < end:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    child = train(fork(parent, 4, target.name, *LONGER), model_dir)
+    assert history(child.run.folder).steps[-1].step == LAST
+
+
+def test_what_cannot_be_forked_is_said(trained: Config) -> None:
+    done = in_process("fork", str(trained.run.folder), "--at", "3", "--name", "none")
+    assert done.returncode
+    assert "replay" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": {"b": 1, "c": [1.5, 'x\n"y" é'], "d": {"e f": True, "g": {}}}},
+        {"tasks": {"math.2": {"judge": "a:b", "dataset": {"kind": "jsonl", "path": "p\\q"}}}},
+        {"a": {"list": [{"x": 1}, {"y": {"z": "w"}}]}},
+    ],
+)
+def test_toml_reads_what_was_written(tree: dict[str, object]) -> None:
+    assert tomllib.loads(to_toml(tree)) == tree
