@@ -72,7 +72,8 @@ class Watcher:
         try:
             snap = read_run_view(self._run, events=EVENTS)
             if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
-                self._inspected = inspect(self._run, snap, self._history.steps)
+                steps, folder = self._history.steps, self._history.folder
+                self._inspected = inspect(self._run, snap, steps, folder)
                 self._inspected_at = time.monotonic()
             found = [*diagnose(snap), *self._inspected]
             findings = with_processes(snap, found, self._history.folder)
