@@ -21,6 +21,8 @@ def draw_fleets(figures: Sequence[Figure], folder: Path) -> None:
     for name, picture in pictures.items():
         if chosen := [figure for figure in figures if figure.section.startswith(f"{name}, ")]:
             picture(chosen).savefig(folder / f"{name}.png", dpi=110)
+    if chosen := [figure for figure in figures if figure.section == "tokens" and figure.detail]:
+        _tokens(chosen).savefig(folder / "tokens.png", dpi=110)
 
 
 def _idle(figures: Sequence[Figure]) -> Canvas:
@@ -42,6 +44,25 @@ def _idle(figures: Sequence[Figure]) -> Canvas:
                 ylim=(len(shares) - 0.5, -0.5),
             )
     grid[0][0].legend()
+    return canvas
+
+
+def _tokens(figures: Sequence[Figure]) -> Canvas:
+    """Draw a bar for each way and staleness: the share of each row in what was sampled."""
+    rows = [name for name in dict.fromkeys(f.name.partition(": ")[2] for f in figures)]
+    shares = {row: _values(figures, "tokens", f": {row}") for row in rows if row != "missing"}
+    totals = {name: sum(of[name] for of in shares.values()) for name in next(iter(shares.values()))}
+    canvas = Canvas(figsize=(10, 4.5), layout="constrained")
+    axes = canvas.add_subplot()
+    left = dict.fromkeys(totals, 0.0)
+    for row, found in shares.items():
+        if any(found.values()):
+            widths = {name: 100 * tokens / totals[name] for name, tokens in found.items()}
+            axes.barh(list(widths), list(widths.values()), left=list(left.values()), label=row)
+            left = {name: left[name] + width for name, width in widths.items()}
+    axes.invert_yaxis()
+    axes.set(xlabel="% of sampled tokens", ylabel="on_straggler, max_staleness", xlim=(0, 100))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return canvas
 
 

@@ -18,6 +18,7 @@ from benchmarks.scan_buffer import scan
 from benchmarks.server import BenchServer, durable_server, memory_server
 from benchmarks.stragglers import stragglers
 from benchmarks.throughput import put, take
+from benchmarks.token_rows import token_rows
 from benchmarks.weights import weights
 
 
@@ -121,6 +122,10 @@ def _stragglers(_: BenchServer, size: Size) -> Iterator[Figure]:
     return stragglers(8 * size.steps, (1, 2, 4, 8) if size.steps > 1 else (1,))
 
 
+def _tokens(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return token_rows(server, 2 * size.steps, (0, 1, 2, 4, 8) if size.steps > 1 else (0,))
+
+
 def _pause(server: BenchServer, size: Size) -> Iterator[Figure]:
     return pause(server, size.pauses, size.paused_workers)
 
@@ -148,11 +153,12 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "pause": _pause,
     "idle": _idle,
     "stragglers": _stragglers,
+    "tokens": _tokens,
     "engine": _engine,
     "weights": _weights,
 }
 IN_MEMORY_ONLY = {"scaling", "memory", "codec", "stragglers"}
-DURABLE_ONLY = {"idle", "engine", "weights"}
+DURABLE_ONLY = {"idle", "tokens", "engine", "weights"}
 
 
 def run_suite(names: list[str], size: Size) -> Iterator[Figure]:

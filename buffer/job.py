@@ -72,13 +72,36 @@ class EndedEarly:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Tokens that a worker's engine sampled, for the account of tokens (`lua/shared/tokens.lua`).
+
+    `made`: under the claim, with discarded ones. `expired`: of earlier claims, discarded because
+    they were too old. `total`: by the worker for this task so far, `closed` of them under claims
+    that ended.
+    """
+
+    made: int
+    expired: int
+    total: int
+    closed: int
+
+    def text(self, kept: int = 0) -> str:
+        """Return the argument of scripts; `kept`: in the group that is submitted."""
+        return f"{self.made} {kept} {self.expired} {self.total} {self.closed}"
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """The group that a worker made of a job. `new_tokens`: generated since the claim."""
+    """The group that a worker made of a job. `new_tokens`: generated since the claim.
+
+    `sampled`: None from a worker that does not count.
+    """
 
     job: Job
     group: RolloutGroup
     new_tokens: int
     filtered: bool = False
+    sampled: SampledTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

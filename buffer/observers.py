@@ -65,6 +65,10 @@ class Observer:
         `lineage`: of the trainer's weights. `waited_s`: how long it waited for them.
         """
 
+    def measured(self, step: int) -> Mapping[str, float]:
+        """Return further metrics of a train step that the trainer reports now."""
+        return {}
+
     def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
         """Receive the trainer's metrics of a train step, or of an evaluation of `task` after it."""
 

@@ -16,18 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
-from buffer.ledger.position import Position
 from buffer.run.run import Run
-from buffer.weights.shared_folder import FolderSender
 from consumer.grpo.evaluation import measure
 from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.handle.batch import Batch
-from consumer.handle.checkpoint import CheckpointFolder
-from consumer.handle.publication import publish
-from consumer.handle.rollout_consumer import RolloutConsumer
-from consumer.handle.torch_dataset import BatchDataset, padded_tensors
+from consumer.handle.checkpointed_consumer import CheckpointedConsumer
+from consumer.handle.torch_dataset import padded_tensors
 from rolloutmq.config.config import Config
+
+STATE = "state.safetensors"
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
 """Return the loss of a batch, and the metrics to log."""
@@ -48,62 +46,40 @@ def fit(
 ) -> None:
     """Train any model with any loss, from the newest checkpoint to the last step."""
     check_temperature(config)
-    folder = config.run.folder
     last = run.limits.steps
-    checkpoints = CheckpointFolder(folder / "checkpoints")
-    weights = FolderSender(folder / "weights")
-    consumer = RolloutConsumer(run)
-    steps = checkpoints.steps()
-    position = checkpoints.read(steps[-1]) if steps else Position()
-    # groups with ids that the model does not have are quarantined
-    consumer.vocabulary = model.get_input_embeddings().num_embeddings
-    # fences an earlier trainer; a new lineage of weights begins
-    consumer.open(position=position, take_over=take_over)
+    # fences an earlier trainer; killed at any line, the next one continues from its checkpoint
+    with CheckpointedConsumer(run, config.run.folder, take_over=take_over) as consumer:
+        # groups with ids that the model does not have are quarantined
+        consumer.vocabulary = model.get_input_embeddings().num_embeddings
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate)
+        parameters = dict(model.named_parameters())
+        trained = TrainedModel(parameters, optimizer, torch.device("cpu"))
+        if consumer.checkpoint:
+            trained.load_state_tensors(load_file(consumer.checkpoint / STATE))
 
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate)
-    parameters = dict(model.named_parameters())
-    trained = TrainedModel(parameters, optimizer, torch.device("cpu"))
-    if position.step:
-        state = load_file(checkpoints.path(position.step) / "state.safetensors")
-        trained.load_state_tensors(state)
-        # the last trainer may have died between its checkpoint and the commit
-        consumer.commit(position.step, keep=steps[0])
+        def save(folder: Path) -> None:
+            save_model(model, folder)
+            copy_tokenizer(model_dir, folder)
 
-    def save(folder: Path) -> None:
-        save_model(model, folder)
-        copy_tokenizer(model_dir, folder)
-
-    def save_checkpoint(folder: Path) -> None:
-        save(folder)
-        save_file(trained.state_tensors(), folder / "state.safetensors")
-
-    # in the new lineage: weights that an earlier trainer published later are not in the checkpoint
-    publish(consumer, weights, position.step, save, pause=config.policy.pause_mode)
-    shares = run.limits.mix().shares
-    for batch in BatchDataset(consumer, shares, first=position.step + 1, last=last):
-        loss, metrics = batch_loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        # raises AccountError where one of its groups was already trained
-        position.add(batch.manifest)
-        metrics["loss/policy"] = loss.item()
-        # for the curves, and for `rolloutmq metrics` and its alerts
-        consumer.report(batch.step, metrics)
-        if batch.step % config.trainer.checkpoint_every_steps == 0 or batch.step == last:
-            position.forget(checkpoints.oldest_with(batch.step, 2))
-            # atomic, and before the commit, which frees the batches
-            checkpoints.write(position, save_checkpoint)
-            consumer.commit(batch.step, keep=checkpoints.prune(2))
-        publish(consumer, weights, batch.step, save, pause=config.policy.pause_mode)
-    for name, task in config.tasks.items():
-        if task.eval_of:
-            groups = consumer.evaluate(name, config.evaluation_size(name))
-            consumer.report(last, measure(groups), task=name)
-    consumer.finish()
-    consumer.close()
+        for batch in consumer.steps(
+            save,
+            save_state=lambda folder: save_file(trained.state_tensors(), folder / STATE),
+            checkpoint_every=config.trainer.checkpoint_every_steps,
+            pause=config.policy.pause_mode,
+        ):
+            loss, metrics = batch_loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            metrics["loss/policy"] = loss.item()
+            # for the curves, and for `rolloutmq metrics` and its alerts
+            consumer.report(batch.step, metrics)
+        for name, task in config.tasks.items():
+            if task.eval_of and not consumer.stopping:
+                groups = consumer.evaluate(name, config.evaluation_size(name))
+                consumer.report(last, measure(groups), task=name)
 
 
 def check_temperature(config: Config) -> None:

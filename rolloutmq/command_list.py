@@ -48,6 +48,8 @@ SECTIONS = {
     },
     "Look": {
         "batch": ("cli.show", "Show the groups of a train step."),
+        "cost": ("extensions.cost.command",
+            "Show where the sampled tokens of a run went, and what it has cost."),
         "logs": ("cli.logs",
             "Show the logs of a run's processes, merged by time; or, as ROLE `events`, those "
             "of its queue."),

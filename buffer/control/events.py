@@ -70,7 +70,8 @@ REPORTED = frozenset(
         "staleness/mean", "staleness/max", "time/step_s", "time/wait_s", "time/train_s",
         "time/pause_s", "time/publish_s", "eval/accuracy", "eval/score",
         "eval/groups", "eval/failed", "eval/oldest_version", "eval/newest_version",
-        "eval/temperature",
+        "eval/temperature", "cost/total", "cost/step", "cost/million_trained",
+        "cost/next_100_steps", "cost/idle_workers", "cost/idle_trainer", "cost/never_trained",
     }
 )  # fmt: skip
 """Names of reported metrics: a fixed set bounds a report's size."""

@@ -92,15 +92,18 @@ class Fleet:
         self._store, self._keys, self._limits, _ = context
 
     def register(
-        self, worker: str, nonce: str, facts: Mapping[str, str]
+        self, worker: str, nonce: str, facts: Mapping[str, str], sampled: int = 0
     ) -> tuple[str, ControlState]:
-        """Join or rejoin the run; return its nonce and the control state. Raises RunNotFound."""
+        """Join or rejoin the run; return its nonce and the control state. Raises RunNotFound.
+
+        `sampled`: tokens that the engine of this process has sampled so far.
+        """
         keys = self._keys
         worker = valid_name("worker", worker)
         reply = self._store.call(
             "register",
             keys.slots(worker=worker),
-            {"worker": worker, "nonce": nonce},
+            {"worker": worker, "nonce": nonce, "sampled": sampled},
             tail_args=[part for pair in facts.items() for part in pair],
         )
         match reply:
@@ -205,11 +208,13 @@ class Fleet:
             case _:
                 return None
 
-    def deregister(self, worker: str, nonce: str) -> bool:
-        """Leave the run; return False if the worker still holds leases, which must run out."""
-        code, *_ = self._store.call(
-            "deregister", self._keys.slots(worker=worker), {"worker": worker, "nonce": nonce}
-        )
+    def deregister(self, worker: str, nonce: str, sampled: str = "") -> bool:
+        """Leave the run; return False if the worker still holds leases, which must run out.
+
+        `sampled`: as in `HeartbeatReport`.
+        """
+        arguments = {"worker": worker, "nonce": nonce, "sampled": sampled}
+        code, *_ = self._store.call("deregister", self._keys.slots(worker=worker), arguments)
         return bool(code != "HOLDS")
 
     def fence(self, worker: str) -> int:

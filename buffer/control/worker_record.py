@@ -135,6 +135,7 @@ class HeartbeatNumbers:
         0.0, "tok/s", "As the worker reports it.", metric="worker_tokens_per_second",
         table="workers", total="tokens/s",
     )  # fmt: skip
+    sampling_ms: int = 0  # the time in which its engine had a request
     done: int = _reported(0, "done", "Groups that it completed.", table="workers")
     failed: int = _reported(
         0, "failed", "Groups that failed on it.", metric="worker_groups_failed", is_counter=True
@@ -196,6 +197,8 @@ class HeartbeatReport(HeartbeatNumbers):
     known_epoch: int = 0
     lengths: str = ""
     """of responses that it began: `LengthCounts.text`"""
+    sampled: str = ""
+    """by task: `TokenCounts.text` of the worker"""
 
     def arguments(self) -> dict[str, str | int]:
         """Return the arguments of the script; `report` is "name=value name=value"."""
@@ -209,6 +212,7 @@ class HeartbeatReport(HeartbeatNumbers):
             "refusal": shorten_reason(self.refusal),
             "report": " ".join(f"{name}={n}" for name, n in numbers.items() if n not in (None, "")),
             "lengths": self.lengths,
+            "sampled": self.sampled,
         }
 
 

@@ -19,7 +19,7 @@ from buffer.failure_text import cause_of, cut_text, headline
 from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.groups.skips import skip_letter
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
-from buffer.job import EndedEarly, Job, ReleaseKind
+from buffer.job import EndedEarly, Job, ReleaseKind, SampledTokens
 from buffer.limits import RunLimits
 from buffer.redis.bounds import GROUPS_PER_CALL, KEYS_PER_TRIP
 from buffer.redis.key_fields import read_counts
@@ -237,6 +237,7 @@ class JobQueue:
         reason: str = "",
         ended: EndedEarly | None = None,
         record: Mapping[str, Any] | None = None,
+        sampled: SampledTokens | None = None,
     ) -> str:
         """Release a group without a result; return its stage. Raises Fenced for a lost lease.
 
@@ -271,6 +272,7 @@ class JobQueue:
                 "cause": cause_of(text),
                 "patience": patience,
                 "first": first,
+                "sampled": sampled.text() if sampled else None,
                 "made_by": ages({"oldest": ended.oldest}) if ended else "",
                 "most_skipped": self._limits.most_skipped(task),
             },
@@ -308,18 +310,24 @@ class JobQueue:
         )
         return stage_before(reply, gid)
 
-    def drop(self, gid: str, *, revoke: str = "") -> str:
+    def drop(self, gid: str, *, revoke: str = "", sampled: SampledTokens | None = None) -> str:
         """End a group that waits, is in a pool, or is dead; return where it was.
 
         "dropped": nothing had to be done. A running group is only dropped if `revoke` names
-        its worker: the lease ends in the same step. Raises GroupHeld otherwise, and when the group
-        is in a batch, has ended in another way, or never was.
+        its worker: the lease ends in the same step; `sampled`: what that worker counted. Raises
+        GroupHeld otherwise, and when the group is in a batch, has ended in another way, or never
+        was.
         """
         task, draw = split_group_id(gid)
         reply = self._store.call(
             "drop",
-            self._keys.slots(gid=gid, task=task),
-            {"gid": gid, "draw": draw, "revoke": revoke},
+            self._keys.slots(gid=gid, task=task, worker=revoke or "nobody"),
+            {
+                "gid": gid,
+                "draw": draw,
+                "revoke": revoke,
+                "sampled": sampled.text() if sampled else None,
+            },
             durable=True,
         )
         return stage_before(reply, gid)

@@ -43,6 +43,7 @@ class KeptTurns:
         self._ref = self._new_name()
         self._oldest = group.oldest_by_lineage()
         self._length = int(group.lengths.sum())
+        self._sampled = 0
 
     def add(self, turn: RolloutState) -> None:
         """Add a turn, which `store` stores. Raises WireError."""
@@ -51,6 +52,7 @@ class KeptTurns:
         for lineage, version in document.oldest_by_lineage().items():
             self._oldest[lineage] = min(version, self._oldest.get(lineage, version))
         self._length += len(turn.response_ids)
+        self._sampled += document.sampled_tokens
 
     def store(self) -> None:
         """Store all turns. After StoreUnavailable, call it again before `add` (I13).
@@ -94,6 +96,8 @@ class KeptTurns:
             "size": ref.size,
             "crc": ref.crc,
             "length": self._length,
+            "task": self._job.task,
+            "sampled": self._sampled,
             "made_by": ages({"oldest": self._oldest}),
         }
         slots = keys.slots(gid=ref.gid, task=self._job.task)

@@ -20,7 +20,7 @@ from buffer.groups.kept_turns import KeptTurns
 from buffer.groups.put_groups import GroupPut, arguments_of, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.ids import IMPORTED_FROM, POOLS, group_id, new_nonce, split_group_id
-from buffer.job import Job, PayloadRef, Result
+from buffer.job import Job, PayloadRef, Result, SampledTokens
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.bounds import GROUPS_PER_CALL
 from buffer.redis.payloads import PayloadStore, Whole
@@ -174,9 +174,10 @@ class ReplayBuffer:
         new_tokens: int,
         *,
         filtered: bool = False,
+        sampled: SampledTokens | None = None,
     ) -> Stored:
         """Submit one group (see `Result`); raise its error."""
-        result = Result(job, group, new_tokens, filtered)
+        result = Result(job, group, new_tokens, filtered, sampled)
         (outcome,) = self.submit_many(worker, [result])
         if isinstance(outcome, Exception):
             raise outcome

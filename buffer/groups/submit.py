@@ -131,6 +131,8 @@ class Submission:
             "gid": group.gid,
             "token": ref.token,
             "tokens": result.new_tokens,
+            "sampled": result.sampled and result.sampled.text(group.sampled_tokens),
+            "aged": group.tokens_by_weights() if self._limits.token_threshold else None,
             "length": sum(group.lengths.tolist()),
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),

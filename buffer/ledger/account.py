@@ -19,6 +19,7 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
 from buffer.ledger.stages import StageReader, doubled, stage_faults
+from buffer.ledger.tokens import TokenAccount, read_tokens
 from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import ScriptCall
@@ -167,6 +168,10 @@ class Account:
             report.damage.append(Damage(text, keys.dead))
         return report
 
+    def tokens(self) -> dict[str, TokenAccount]:
+        """Return the account of sampled tokens of each task, as of one instant for each."""
+        return read_tokens(self._store, self._keys, list(self._limits.tasks))
+
     def stages(self, task: str, draw: int) -> list[str]:
         """Return the stages of a draw, from all structures at one instant; exactly one is right."""
         return self.stages_of([group_id(task, draw)])[0]
@@ -272,15 +277,22 @@ class Account:
     def _check_groups(
         self, groups: RecordCheck, advance: Callable[[int, int], object]
     ) -> Iterator[Damage]:
-        """Yield the faults of groups, their bytes, and the count of bytes.
+        """Yield the faults of groups, their bytes, and the counts of bytes and sampled tokens.
 
-        On a live run the count is a range: bytes that come or go meanwhile may be missed.
+        On a live run a count is a range: what comes or goes meanwhile may be missed.
         """
         memory = Memory(self._context)
-        before = memory.count()
+        before, tokens = memory.count(), self.tokens()
         yield from groups.damage(advance)
         yield from groups.orphans()
         after = memory.count()
+        for task, now in self.tokens().items():
+            most = now.sampled - tokens[task].ended
+            least, made = tokens[task].sampled - now.ended, groups.made[task]
+            if not least <= made <= most:
+                text = f"{task}: {tokens[task].in_groups} sampled tokens are counted in groups, "
+                text += f"but their records add up to {made} ({least} to {most} expected)"
+                yield Damage(text, self._keys.progress(task))
         least, most = before.came - after.went, after.came - before.went
         if not least <= groups.weight <= most:
             text = (

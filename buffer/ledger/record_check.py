@@ -8,6 +8,7 @@ not read: only its bits are.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -39,6 +40,7 @@ class RecordCheck:
         self._stages = StageReader(context)
         self._walk = RecordWalk(self._store, self._keys)
         self.checked = 0  # draws
+        self.made = Counter[str]()  # sampled tokens of groups that have not ended, by task
         self.weight = 0  # bytes that records and archived batches name
         self.payloads = NameSet()  # keys of these payloads
         self.taken = NameSet()  # groups that are taken, and in no other stage
@@ -119,6 +121,7 @@ class RecordCheck:
             yield from self._still(row.gid, row.record, wrong)
 
     def _weigh(self, gid: str, record: Record) -> None:
+        self.made[record["task"]] += int(record.get("made") or 0)
         self._last_arrival = max(self._last_arrival, int(record.get("arrival") or 0))
         self.weight += int(record["prompt"])
         self.payloads.add(self._keys.payload(gid, "init"))

@@ -25,7 +25,11 @@ local batch = batches .. int(freed + 1)
 local entries = {}
 if freed < keep then entries = redis.call('LRANGE', batch, 1 + done, done + limit) end
 local header = redis.call('LINDEX', batch, 0)
-local records, prompts, ended, went = {}, {}, {}, 0
+local records, prompts, ended, went, is_eval = {}, {}, {}, 0, string.find(ledger, ':eval', -5, true)
+local limit_of_token = header and tonumber(string.match(header, ' tokens=(%d+)'))
+-- ages as at the take, which masked the tokens
+fork_list = {}
+for fork in string.gmatch(header and string.match(header, ' forks=(%S+)') or '', '[^,]+') do fork_list[#fork_list + 1] = fork end
 for i, entry in ipairs(entries) do
   local gid, name, draw = string.match(entry, '^((%S*)%-(%d+)) ')
   local task = tasks[name]
@@ -34,7 +38,14 @@ for i, entry in ipairs(entries) do
   ended[i] = {task = task, draw = tonumber(draw)}
   -- the prompt is not needed: the result has a copy of it
   records[i], prompts[i] = groups .. gid, gid .. ' init 1'
-  went = went + num(redis.call('HGET', records[i], 'prompt'))
+  local prompt, made, aged = unpack(redis.call('HMGET', records[i], 'prompt', 'made', 'aged'))
+  local masked = 0
+  for lineage, version, tokens in string.gmatch(limit_of_token and aged or '', '(%S+):(%d+):(%d+)') do
+    if freed - tonumber(living_version(nil, lineage, version)) >= limit_of_token then masked = masked + tonumber(tokens) end
+  end
+  masked = math.min(masked, num(made))
+  task.masked, task.trained = (task.masked or 0) + masked, (task.trained or 0) + num(made) - masked
+  went = went + num(prompt)
 end
 
 -- F is recorded before the first slice: a half-freed manifest is never delivered again (I6)
@@ -44,6 +55,8 @@ for _, task in pairs(tasks) do
   if task.count then
     redis.call('HINCRBY', task.progress, 'taken', -task.count)
     redis.call('HINCRBY', task.progress, 'archived', task.count)
+    add_tokens(task.progress, is_eval and 'evaluated' or 'trained', task.trained)
+    add_tokens(task.progress, 'masked', task.masked)
   end
 end
 if #entries > 0 then

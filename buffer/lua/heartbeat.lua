@@ -4,7 +4,7 @@
 -- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
 -- stops the groups that have tokens of them, and releases these as `expired`.
 -- KEYS control HASH*, clock HASH*, leases ZSET, workers ZSET, worker_record HASH*, leased HASH*, ages prefix
--- KEYS ledger HASH*, lineages LIST*, bell_receipts LIST*
+-- KEYS ledger HASH*, lineages LIST*, bell_receipts LIST*, worker_tokens HASH*, accounts prefix
 -- ARGV worker         name           id
 -- ARGV nonce          token          of its registration
 -- ARGV lease_ms       1..86_400_000
@@ -14,6 +14,7 @@
 -- ARGV refusal        ''|text..2000  "lineage:version reason" of published weights that it could not load; '' = none
 -- ARGV report         ''|text..2048  numbers for people, "name=value name=value": HeartbeatNumbers of buffer/control/worker_record.py
 -- ARGV lengths        ''|text..4096  responses that it began, by task, end and length (buffer/control/length_counts.py)
+-- ARGV sampled        ''|text..32768 "task=total:closed" tokens of each task: see shared/tokens.lua
 -- ARGV held           0..            groups that it holds
 -- ARGV digest         0..            sum of the marks of these groups (`mark_of` in shared/workers.lua)
 -- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group
@@ -49,6 +50,7 @@ for n, gid, token, lineage, version, threshold in each_unit do
     table.insert(aged[age_index], gid)
   end
 end
+hear_all(worker_tokens, accounts, sampled)
 tick(clock, now, lease_ms)
 for age_index, scores in pairs(aged) do redis.call('ZADD', age_index, 'LT', unpack(scores)) end
 if is_agreed and count > 0 then redis.call('ZADD', leases, int(now + lease_ms), worker) end

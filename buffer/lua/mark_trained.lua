@@ -56,6 +56,7 @@ for _, one in ipairs(draws) do
     end
   elseif held or now ~= stage then
     if held then
+      end_tokens(account, stage == 'archived' and 'trained' or stage, groups .. one.gid)
       remove_from_stage(keys, one.gid, held)
       end_group(groups, garbage, bytes, one.gid, held)
     elseif now then

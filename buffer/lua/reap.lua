@@ -4,7 +4,7 @@
 -- one call leaves of it, the next one takes.
 -- KEYS clock HASH, leases ZSET, groups prefix, leased_by prefix, workers ZSET, worker_records prefix
 -- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, queues prefix
--- KEYS accounts prefix, ages prefix
+-- KEYS accounts prefix, ages prefix, worker_tokens_of prefix
 -- ARGV worker            ''|name        only this one, although its lease runs; '' = all that are silent
 -- ARGV lease_ms          1..86_400_000
 -- ARGV limit             1..200         largest number of groups
@@ -24,6 +24,7 @@ if worker == '' then
 end
 for _, id in ipairs(silent) do
   redis.call('HLEN', worker_records .. id)
+  redis.call('HLEN', worker_tokens_of .. id)
   for _, held in ipairs(held_groups(leased_by .. id)) do
     if #found < limit then found[#found + 1] = found_group(under, id, held[1], held[2]) end
   end
@@ -31,6 +32,7 @@ for _, id in ipairs(silent) do
 end
 for _, id in ipairs(gone) do
   redis.call('HLEN', leased_by .. id)
+  redis.call('HLEN', worker_tokens_of .. id)
   redis.call('HLEN', worker_records .. id)
 end
 
@@ -44,6 +46,9 @@ if worker == '' then
   if now < grace then return {'GRACE', int(grace - now)} end
 end
 
+for _, ids in ipairs({silent, gone}) do
+  for _, id in ipairs(ids) do settle_tokens(worker_tokens_of .. id, accounts) end
+end
 for _, one in ipairs(found) do redis.call('HDEL', worker_records .. one.worker, 'nonce', 'claim', 'claimed') end
 local reaped, died = take_back(under, found, max_tries, worker == '' and 'lease ran out' or 'worker fenced')
 for _, id in ipairs(silent) do

@@ -3,7 +3,7 @@
 -- KEYS leases ZSET, leased HASH, groups prefix, progress HASH, queues prefix, aborted ZSET, lineages LIST
 -- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, expired ZSET
 -- KEYS age_index ZSET, ledger HASH, dropped STRING, skipped STRING, skips LIST, garbage SET, bytes HASH
--- KEYS workers ZSET, bell_trainer LIST
+-- KEYS workers ZSET, bell_trainer LIST, worker_tokens HASH
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
 -- ARGV kind      handback|aborted|expired|skipped|failed|lost  waits again | to the pool of aborted groups | the same,
@@ -26,6 +26,7 @@
 -- ARGV cause     ''|text..640                 what failures of one cause have in common, "KeyError at judge.py:12"
 -- ARGV patience  ''|1..                        failures of the task in a row after which it is stopped; '' = no limit
 -- ARGV first     ''|1..                        the same while no try of the task has succeeded
+-- ARGV sampled   ''|sampled                   made tokens: see shared/tokens.lua
 -- ARGV made_by   ''|ages                       of an expired group, as in submit; '' = as its record says
 -- ARGV most_skipped 0..64                    of the newest 64 groups of the task; beyond it, it is stopped
 -- replies OK place | FENCED
@@ -33,7 +34,7 @@
 
 local record = groups .. gid
 local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last',
-  'last_lineage', 'chunks', 'size', 'prompt')
+  'last_lineage', 'chunks', 'size', 'prompt', 'counted')
 if held.released == token then return {'OK', held.stage} end
 local draw = tonumber(string.match(gid, '%d+$'))
 if not held.stage then
@@ -69,6 +70,7 @@ if not is_clean then
 elseif kind == 'skipped' then
   place = 'skipped'
   redis.call('ZREM', age_index, gid)
+  end_tokens(progress, 'skipped', record)
   end_group(groups, garbage, bytes, gid, held)
   skip_draw({skipped = skipped, skips = skips, progress = progress, bell_trainer = bell_trainer, events = events}, task,
     draw, reason, most_skipped)
@@ -96,6 +98,11 @@ else
     redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, token_lead), arrival .. ':' .. gid)
   end
 end
+local new, _, _, total, closed = claimed_tokens(sampled, has_turns_of(token, held.payload) and held.counted)
+local row = (kind == 'failed' or kind == 'lost') and 'failed' or is_expiring and 'expired' or 'resampled'
+local is_end = place == 'dropped' or place == 'dead' or place == 'skipped'
+add_tokens(progress, is_end and place or row, new)
+if sampled then hear(worker_tokens, progress, task, total, closed, new) end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
 log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind == 'expired' and 'aborted' or kind, 'place', place)
 return {'OK', place}

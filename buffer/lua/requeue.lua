@@ -26,6 +26,7 @@ local before = remove_from_stage({progress = progress, completed = completed, ab
   dead = dead, dead_letters = dead_letters}, gid, held)
 local payload = held.payload
 if before ~= 'aborted' then
+  end_tokens(progress, 'resampled', record)
   count_bytes(bytes, 0, free_payload(garbage, gid, held))
   payload = 'init'
   redis.call('HSET', record, 'status', 'init', 'payload', 'init', 'chunks', 1, 'size', num(held.prompt), 'crc', '',

@@ -35,6 +35,7 @@ for _, entry in ipairs(found) do
   remove_from_stage(keys, gid, held)
   for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   if held.payload ~= entry.token then
+    end_tokens(keys.progress, 'resampled', record)
     -- a manifest has no lineages: every fork will count, and all tokens as the oldest (I8)
     redis.call('HDEL', record, 'newest', 'cut')
     redis.call('HSET', record, 'lineage', '', 'last', entry.fields[12], 'last_lineage', '')

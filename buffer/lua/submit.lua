@@ -3,7 +3,7 @@
 -- Each is judged by itself, as if it had come alone: all are judged before anything is written.
 -- KEYS leases ZSET, leased HASH*, groups prefix, progress HASH*, completed ZSET, aborted ZSET
 -- KEYS filtered STRING, lineages LIST*, garbage SET, bell_trainer LIST*, bell_producer LIST*
--- KEYS events STREAM*, bytes HASH, age_index ZSET*
+-- KEYS events STREAM*, bytes HASH, age_index ZSET*, worker_tokens HASH
 -- KEYS payloads  STRING* x1..4096  the chunks of all groups, in order
 -- ARGV task         name
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
@@ -18,6 +18,8 @@
 -- ARGV crc          hex                         x1..64  CRC-32 of all bytes, hex
 -- ARGV reward_sum   number                      x1..64  of all scores in a completed or filtered group
 -- ARGV reward_count 0..4096                     x1..64  number of these scores
+-- ARGV sampled      ''|sampled                  x1..64  made, kept and expired tokens: see shared/tokens.lua
+-- ARGV aged         ''|text..4096               x1..64  "lineage:version:tokens ..." that it keeps, where single tokens expire
 -- ARGV unparsed     ''|0..4096                  x1..64  of these rollouts, those without an answer that a judge could read
 -- ARGV truncated    ''|0..4096                  x1..64  of these rollouts, those that ended at their token limit
 -- ARGV ms           0..                         x1..64  time from the group's claims to its result, without that in between
@@ -36,8 +38,8 @@ local accepted, answers, known, gids, tokens, first = {}, {}, {}, {}, {}, 0
 local function judge(one)
   local gid, token, status = one.gid, one.token, one.status
   one.record, one.first = groups .. gid, first
-  local payload, chunks, size, stage, holder, owner, tries, arrival, prompt = unpack(redis.call('HMGET', one.record,
-    'payload', 'chunks', 'size', 'stage', 'token', 'owner', 'tries', 'arrival', 'prompt'))
+  local payload, chunks, size, stage, holder, owner, tries, arrival, prompt, made, counted = unpack(redis.call('HMGET', one.record,
+    'payload', 'chunks', 'size', 'stage', 'token', 'owner', 'tries', 'arrival', 'prompt', 'made', 'counted'))
   if payload == token then return {'OK', arrival} end
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
   if not payload and status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
@@ -49,6 +51,9 @@ local function judge(one)
 
   one.version, one.lineage, one.score, one.fields = age_of(lineages, one.made_by, token_lead)
   one.owner, one.draw, one.prompt, one.had_arrival = owner, draw, num(prompt), arrival
+  one.new, one.kept, one.old, one.total, one.closed =
+    claimed_tokens(one.sampled, has_turns_of(token, payload) and counted)
+  one.made = one.new + num(made)
   -- I11: only failures and lost leases use up a try; tries without progress are counted anew once there is some
   one.tries = one.tokens > 0 and 0 or int(num(tries) - 1)
   if payload ~= 'init' then one.replaced, one.went = gid .. ' ' .. payload .. ' ' .. chunks, num(size) end
@@ -74,6 +79,7 @@ local counts = redis.call('HMGET', progress, 'running', 'arrivals', 'produced_sa
 redis.call('ZREM', age_index, unpack(gids))
 let_go(leases, leased, accepted[1].owner, gids, tokens)
 local arrivals, samples, generated, rewards, scores, produced, ms = num(counts[2]), 0, 0, 0, 0, 0, 0
+local rows, claimed, last = {expired = 0, resampled = 0, filtered = 0}, 0, accepted[#accepted]
 local in_row, stopped_at, unparsed, truncated, ended, ready = num(counts[10]), nil, 0, 0, 0, 0
 local now, unneeded, came, went, scored = int(now_ms()), {}, 0, 0, {completed = {}, aborted = {}}
 for _, one in ipairs(accepted) do
@@ -88,10 +94,14 @@ for _, one in ipairs(accepted) do
     unparsed, truncated = unparsed + (one.unparsed or 0), truncated + (one.truncated or 0)
   end
   if one.replaced then unneeded[#unneeded + 1], went = one.replaced, went + one.went end
+  local kept = one.sampled and math.min(one.kept, one.made) or one.made
+  local old = math.min(one.old, one.made - kept)
+  claimed, rows.expired, rows.resampled = claimed + one.new, rows.expired + old, rows.resampled + one.made - kept - old
 
   if status == 'filtered' then
     unneeded[#unneeded + 1], unneeded[#unneeded + 2] = gid .. ' init 1', gid .. ' ' .. one.token .. ' ' .. one.chunks
     redis.call('SETBIT', filtered, one.draw, 1)
+    rows.filtered = rows.filtered + kept
     redis.call('UNLINK', record)
     went, ended, in_row = went + one.prompt, ended + 1, in_row + 1
     if patience and in_row >= patience then stopped_at = stopped_at or in_row end
@@ -100,11 +110,13 @@ for _, one in ipairs(accepted) do
     came = came + one.size
     -- fields that only a running group needs would move the record into a larger size class
     redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
-    if one.replaced or one.had_arrival then redis.call('HDEL', record, 'newest', 'cut', 'best') end
+    if one.replaced or one.had_arrival then redis.call('HDEL', record, 'newest', 'cut', 'best', 'counted') end
     redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', one.token, 'chunks', one.chunks,
       'size', int(one.size), 'crc', one.crc, 'version', one.version, 'lineage', one.lineage, 'samples', one.samples,
       'arrival', arrival, 'reward', one.reward_sum, 'submitted_ms', now,
-      'tokens', int(one.length), 'tries', one.tries, unpack(one.fields))
+      'tokens', int(one.length), 'tries', one.tries, 'made', int(kept),
+      unpack(one.fields))
+    if one.aged then redis.call('HSET', record, 'aged', one.aged) end
     local members = scored[status]
     members[#members + 1], members[#members + 2] = one.score, arrival .. ':' .. gid
     if status == 'completed' then
@@ -118,6 +130,8 @@ if ready > 0 then redis.call('ZADD', completed, unpack(scored.completed)) end
 if #scored.aborted > 0 then redis.call('ZADD', aborted, unpack(scored.aborted)) end
 if #unneeded > 0 then redis.call('SADD', garbage, unpack(unneeded)) end
 count_bytes(bytes, came, went)
+for row, number in pairs(rows) do add_tokens(progress, row, number) end
+if last.sampled then hear(worker_tokens, progress, task, last.total, last.closed, claimed) end
 
 -- the counters in one call: the cost is that of the call, not of the number of fields
 redis.call('HSET', progress, 'running', int(num(counts[1]) - #accepted), 'arrivals', int(arrivals),

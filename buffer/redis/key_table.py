@@ -21,6 +21,12 @@ _LANES = "(eval|resume|fresh| )*"
 _WEIGHTS = rf"{_NAME}:\d{{1,16}}"
 LANE = "eval|resume|fresh"
 
+TOKEN_ROWS = (
+    *("trained", "masked", "evaluated", "filtered", "expired", "dropped", "resampled"),
+    *("failed", "dead", "skipped", "lost"),
+)
+"""Where a sampled token ends: in exactly one of these, or it is still in a stage."""
+
 ROLES = ("trainer", "producer")  # which one process holds
 
 Forms = Mapping[str, str]
@@ -129,7 +135,7 @@ TABLE: Mapping[str, KeyRow] = {
             "prompt": _COUNT,
         },
         optional={
-            **dict.fromkeys(("tokens", "submitted_ms", "best"), _COUNT),
+            **dict.fromkeys(("tokens", "submitted_ms", "best", "made", "counted"), _COUNT),
             **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
             "reward": _NUMBER,
         },
@@ -161,6 +167,7 @@ TABLE: Mapping[str, KeyRow] = {
                     *("error_ms", "leases_lost", "quarantined", "halt_step", "awaited"),
                     *("awaited_step", "truncated", "reasserted", "regenerated", "lost_to"),
                     "skips_from",
+                    *(f"tokens_{row}" for row in ("sampled", "prompt", "again", *TOKEN_ROWS)),
                 ),
                 r"-?\d{1,16}",
             ),
@@ -220,6 +227,13 @@ TABLE: Mapping[str, KeyRow] = {
         "(`buffer/lua/shared/workers.lua`); exists while it holds a group",
         saved=False,
         name="leased",
+    ),
+    "tokens:<id>": KeyRow(
+        "HASH",
+        "sampled tokens of a worker's process, `nonce`: by task, how many it reported and how many "
+        "of these are in groups or rows (`buffer/lua/shared/tokens.lua`)",
+        saved=False,
+        name="worker_tokens",
     ),
     "bad_submissions": KeyRow(
         "HASH",

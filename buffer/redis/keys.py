@@ -70,6 +70,7 @@ class Keys:
         self.ends = self.prefix + "ended:"
         self.leased_by = self.prefix + "leased:"
         self.worker_records = self.prefix + "worker:"
+        self.worker_tokens_of = self.prefix + "tokens:"
         self.dead_letters = self.prefix + "dead:"
         self.limit_records = self.prefix + "limit_caller:"
         self.bells = self.prefix + "bell:"

@@ -6,6 +6,7 @@ without an object per rollout. `states` makes the objects on first use.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -299,6 +300,19 @@ class RolloutGroup:
         """Return the span with the oldest policy version; None where no token was sampled."""
         spans = (span for spans in self.spans() for span in spans)
         return min((s for s in spans if s.length), key=lambda s: s.version, default=None)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return how many response tokens an engine sampled: those that have a version."""
+        return int(self.columns["spans"][:, 2].sum()) if "spans" in self.columns else 0
+
+    def tokens_by_weights(self) -> str:
+        """Return how many tokens each weights sampled: `LINEAGE:VERSION:TOKENS …`."""
+        found = Counter[str]()
+        for spans in self.spans():
+            for span in spans:
+                found[f"{span.lineage}:{span.version}"] += span.length
+        return " ".join(f"{weights}:{tokens}" for weights, tokens in found.items() if tokens)
 
     def oldest_by_lineage(self) -> dict[str, int]:
         """Return the oldest policy version of each lineage of weights in the group."""

@@ -367,6 +367,8 @@ class RolloutConsumer:
                 f"the metrics reported for step {step} are not all numbers: {error}",
                 hint="report(step, {name: number, …})",
             ) from error
+        for observer in () if task else self._run.observers:
+            numbers |= observer.measured(step)
         self._run.control.report(self.nonce, step, numbers, task=task)
         for observer in self._run.observers:
             observer.reported(step, numbers, task)

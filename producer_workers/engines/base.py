@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -61,10 +62,26 @@ class Scores:
     top_logprobs: NDArray[np.float32]  # [n, k]
 
 
+@dataclass(slots=True, eq=False)
+class Tally:
+    """How many tokens an engine has sampled for a request so far, with those that it discards."""
+
+    tokens: int = 0
+
+
+TALLY: ContextVar[Tally] = ContextVar("TALLY")
+"""That of the request of the current call of `Engine.generate`.
+
+An engine that adds to it has its tokens counted while they are sampled, and those of requests that
+are cancelled or fail; what it returns is counted anyway.
+"""
+
+
 class GrowingResponse:
     """The response of one request so far. `finish_reason` is None until it has ended."""
 
     def __init__(self) -> None:
+        self._tally = TALLY.get(Tally())
         self.finish_reason: FinishReason | None = None
         self.forget()
 
@@ -74,7 +91,9 @@ class GrowingResponse:
         self._spans: list[VersionSpan] = []
 
     def add(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        before = len(self.token_ids)
         self.token_ids.extend(token_ids)
+        self._tally.tokens += len(self.token_ids) - before
         self._logprobs.extend(logprobs)
 
     def stamp(self, version: PolicyVersion) -> None:

@@ -22,6 +22,7 @@ from buffer.wire.rollout import PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import (
+    TALLY,
     EngineDeadError,
     EngineError,
     EngineLoad,
@@ -31,6 +32,7 @@ from producer_workers.engines.base import (
     GroupImages,
     PauseMode,
     Scores,
+    Tally,
     WeightsError,
 )
 from producer_workers.engines.model_folder import eos_ids, read_shapes, vocabulary_size
@@ -101,6 +103,8 @@ class SimulatedEngine:
         try:
             return await run.result
         finally:  # also if it was aborted, or its caller was cancelled
+            if not run.result.done() or run.result.cancelled():
+                TALLY.get(Tally()).tokens = run.tokens_at(self._clock())
             if run.timer:
                 run.timer.cancel()
             self._running.discard(run)

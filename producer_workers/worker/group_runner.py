@@ -216,12 +216,13 @@ class GroupRunner:
     async def _end(self, job: Job, end: End) -> None:
         """Make the one call to the server that ends a group. Raises Fenced, and as `run`."""
         self._held.submitting.add(job)
+        sampled = self._engine.token_counts.of(job.gid)
         match end:
             case Submit():
                 await self._submit(job, end)
             case Drop():
                 log.warning("dropped: %s", end.reason, extra={"gid": job.gid})
-                drop = partial(self._run.jobs.drop, job.gid, revoke=self._worker)
+                drop = partial(self._run.jobs.drop, job.gid, revoke=self._worker, sampled=sampled)
                 try:
                     await self._insist(drop)
                 except GroupHeld as error:  # another worker has it by now
@@ -230,7 +231,7 @@ class GroupRunner:
                 self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
             case Release():
                 try:
-                    facts = (end.kind, end.reason, end.ended, end.record)
+                    facts = (end.kind, end.reason, end.ended, end.record, sampled)
                     await self._insist(self._run.jobs.release, self._worker, job, *facts)
                 except Fenced as error:
                     log.warning("not released: %s", error, extra={"gid": job.gid})
@@ -242,7 +243,8 @@ class GroupRunner:
                     raise end.error
 
     async def _submit(self, job: Job, end: Submit) -> None:
-        result = Result(job, end.group, end.new_tokens, not end.is_kept)
+        sampled = self._engine.token_counts.of(job.gid)
+        result = Result(job, end.group, end.new_tokens, not end.is_kept, sampled)
         try:
             await self._submitter.submit(result)
         except Exception as error:
@@ -331,13 +333,16 @@ class GroupRunner:
             read = group = await self._insist(self._run.buffer.read, job.prompt)
         if not len(group.response_ids):
             return group, 0
-        states = group.states
+        states, expired = group.states, 0
         if limit := await self._insist(self._run.buffer.age_limit, job.gid):
             discard = partial(self._count_lost, job, "expired")
             states = restart_too_old(states, limit, discard)
+            expired = group.sampled_tokens - sum(s.length for each in states for s in each.spans)
         if not self._tasks[job.task].partial_rollout:
             restart_unfinished(states)
         group = group.continued(states)
+        again = sum(len(s.response_ids) for s in states if not has_ended(s))
+        self._engine.token_counts.resume(job.gid, again, expired)
         return group, min(len(read.response_ids), len(group.response_ids))
 
     async def _generate(self, job: Job, group: RolloutGroup) -> tuple[RolloutGroup, bool]:

@@ -55,8 +55,8 @@ class Heartbeat:
     """Sends heartbeats for one registration until `stop`, but none while the worker `is_stuck`.
 
     `report` is called on this thread for the content, the held jobs, and the oldest weights of
-    each. Posts HeartbeatAnswered, and PartEnded before it ends: the id was registered again, or
-    the run is gone.
+    each; `sampled` at each registration, for the number of tokens so far. Posts HeartbeatAnswered,
+    and PartEnded before it ends: the id was registered again, or the run is gone.
     """
 
     _run: Run
@@ -66,6 +66,7 @@ class Heartbeat:
     _report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]]
     _inbox: Inbox
     _is_stuck: Callable[[], bool]
+    _sampled: Callable[[], int]
 
     def __post_init__(self) -> None:
         self._wake = threading.Event()
@@ -125,7 +126,9 @@ class Heartbeat:
 
     def register(self) -> ControlState:
         """Join the run (again). Raises RunNotFound, and LostRun if another run has its name."""
-        run_nonce, state = self._run.fleet.register(self._worker, self._nonce, self._facts)
+        run_nonce, state = self._run.fleet.register(
+            self._worker, self._nonce, self._facts, self._sampled()
+        )
         if run_nonce != self._run.nonce:
             message = f"the server holds another run named {self._run.name!r} now"
             raise LostRun(message, hint="start this worker again")

@@ -44,6 +44,7 @@ from producer_workers.engines.base import (
     structures,
 )
 from producer_workers.worker.inbox import Inbox, Signal
+from producer_workers.worker.token_counts import TokenCounts
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class SharedEngine(Engine):
         self._running = Counter[str]()
         self._waiting_alone = Counter[str]()
         self._changed = asyncio.Event()
+        self.token_counts = TokenCounts()
 
     @property
     def max_model_len(self) -> int | None:
@@ -112,7 +114,9 @@ class SharedEngine(Engine):
                 self._engine.check_health()
                 sampled = self._sampled.setdefault(gid, Sampled(self._engine.version()))
                 try:
-                    made = await self._engine.generate(request_id, prompt_ids, params)
+                    with self.token_counts.request(gid, len(prompt_ids)) as tally:
+                        made = await self._engine.generate(request_id, prompt_ids, params)
+                        tally.tokens = max(tally.tokens, len(made.token_ids))
                 except EngineDeadError:
                     self._sampled_at_death.add(gid)
                     raise
@@ -178,6 +182,7 @@ class SharedEngine(Engine):
         """Drop what is known of a group that ends."""
         self._alone.discard(gid)
         self._sampled.pop(gid, None)
+        self.token_counts.end(gid)
 
     def blame(self, gid: str, *, is_last_try: bool) -> bool:
         """Return whether the death of the engine uses up a try of this group; asked once."""

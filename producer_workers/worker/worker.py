@@ -126,7 +126,8 @@ class Worker:
         self.facts = {"host": socket.gethostname(), "pid": str(os.getpid()), "engine": engine.name}
         is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck
+            *(run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck),
+            self._engine.token_counts.total,
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -248,6 +249,7 @@ class Worker:
             state=self._state(),
             refusal=self._weights.refusal,
             tokens_per_s=self._token_rate.measure(self._runner.tokens),
+            sampling_ms=self._engine.token_counts.sampling_ms(),
             done=self._runner.done,
             known_epoch=known_epoch,
             concurrency=self._claims.limit(),
@@ -259,6 +261,7 @@ class Worker:
             **call_turns.reported(),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
+            sampled=self._engine.token_counts.text(),
             **self._host.numbers(),
         )
         jobs = self._groups.jobs()
@@ -386,7 +389,8 @@ class Worker:
             await self._runner.close()
             await self._weights.close()
             self._loop_watch.stop()
-        if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
+        sampled = self._engine.token_counts.text()
+        if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce, sampled):
             log.warning("left while groups are held; their leases will run out")
         if isinstance(self._failure, GroupChanged):
             raise self._failure

@@ -19,6 +19,7 @@ from proofs.chaos.contents import changes, content_of, differences
 from proofs.chaos.figures import figures
 from proofs.chaos.history import CLAIMED, Event
 from proofs.chaos.lost_results import lost_results
+from proofs.chaos.token_account import faults
 
 Span = tuple[float, float]
 """(begin, end)"""
@@ -78,6 +79,9 @@ class Checker:
         checks = {
             "lost or doubled": self._account,
             "miscounted": self._counters,
+            "tokens": lambda: faults(
+                self.final.get("tokens", {}), self.by_op, lost_data=bool(self.losses)
+            ),
             "trained twice": self._trained_twice,
             "not what was trained": self._weights,
             "batch changed": self._redelivery,

@@ -63,7 +63,19 @@ TOKENS = 6
 
 
 class WitnessedEngine(Witnessed, SimulatedEngine):
-    """Writes down what it makes."""
+    """Writes down what it makes, and how many tokens each request had when it ended."""
+
+    def _draw(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Any:
+        drawn = super()._draw(request_id, prompt_ids, params)
+
+        def ended(result: asyncio.Future[Any]) -> None:
+            is_whole = not result.cancelled() and result.exception() is None
+            tokens = len(result.result().token_ids) if is_whole else drawn.tokens_at(self._clock())
+            gid = request_id.partition("/")[0]
+            self.note("sampled", pid=os.getpid(), gid=gid, tokens=tokens)
+
+        drawn.result.add_done_callback(ended)
+        return drawn
 
 
 def open_run(url: str, history: History) -> Run:

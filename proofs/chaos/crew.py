@@ -129,7 +129,8 @@ class Crew:
         assert member.popen is not None
         code = member.popen.returncode
         member.exits.append(code)
-        self._history.note("exit", member=member.name, code=code, killed=member.killed)
+        pid = member.popen.pid
+        self._history.note("exit", member=member.name, pid=pid, code=code, killed=member.killed)
         if not member.killed and code not in (0, FENCED, LOST):
             self.surprises.append(f"{member.name} ended with exit code {code}; see its log")
 

@@ -38,6 +38,7 @@ from proofs.chaos.plan import (
 from proofs.chaos.replicated import ClusterServers, Replicated, WatchedServers
 from proofs.chaos.server_nemesis import ServerNemesis
 from proofs.chaos.stepped_server import SteppedServer
+from proofs.chaos.token_account import read_account
 from proofs.truth.witness import digest
 from tests.pipeline.yard import Letters
 
@@ -204,7 +205,9 @@ class ChaosRun:
 
     def _look(self) -> None:
         with self._server.connect() as client:
-            self.history.note("final", **look(client, RUN, list(self._limits().tasks)))
+            tasks = list(self._limits().tasks)
+            found = look(client, RUN, tasks) | {"tokens": read_account(client, RUN, tasks)}
+            self.history.note("final", **found)
 
 
 class EmptyServerRun(ChaosRun):

@@ -84,6 +84,10 @@ RUN = (
         "dead_letters", words="dead letters: {} (rolloutmq dead)", level="warning"),
     Number("Payloads that wait to be freed.", lambda s: s.garbage, "garbage_payloads", "garbage"),
     Number("Bytes of all payloads.", lambda s: s.memory.held, "payload_bytes"),
+    Number("So far, in the currency of [cost].", lambda s: s.reported("cost/total"), "cost",
+        "cost"),
+    Number("At the pace of the last steps.", lambda s: s.reported("cost/next_100_steps"),
+        "cost_next_100_steps", "cost_next_100_steps"),
     Number("Rollouts that failed, and were made again in their group, by live workers.",
         lambda s: s.retries.total(), key="retried",
         words="rollouts that failed and were made again: {}"),
@@ -144,6 +148,7 @@ TASK = (
 Cells = Iterable[tuple[tuple[str, ...], float]] | Iterable[tuple[tuple[str, ...], Histogram]]
 KL = {"old": "policy/kl_old", "reference": "policy/kl_ref", "teachers": "distill/reverse_kl"}
 STALENESS = {"mean": "staleness/mean", "max": "staleness/max"}
+IDLE = {"workers": "cost/idle_workers", "trainer": "cost/idle_trainer"}
 PARTS = {
     "total": "time/step_s",
     "wait": "time/wait_s",
@@ -220,6 +225,11 @@ def _workers(view: RunView) -> Cells:
     return (((state,), number) for state, number in counts.items())
 
 
+def _alone(read: Callable[[RunView], float | None], view: RunView) -> Cells:
+    number = read(view)
+    return [] if number is None else [((), float(number))]
+
+
 def _by_label(counts: Callable[[TaskView], Mapping[str, int]], view: RunView) -> Cells:
     return (((t.account.task, key), n) for t in view.tasks for key, n in counts(t).items())
 
@@ -244,7 +254,7 @@ def _rows() -> Iterator[Family]:
     """Yield the metrics of all rows of RUN, TASK and `HeartbeatNumbers`."""
     kinds: dict[bool, Any] = {False: GaugeMetricFamily, True: CounterMetricFamily}
     for row in RUN:
-        one = partial(lambda read, view: [((), float(read(view)))], row.read)
+        one = partial(_alone, row.read)
         yield Family(row.metric, row.text, (), one, kinds[row.is_counter])
     for row in TASK:
         by_task = partial(_by_task, row.read)
@@ -283,6 +293,14 @@ FAMILIES: tuple[Family, ...] = (
         lambda s: [((), s.report.training.step)] if s.report.training else [],
     ),
     Family("step_reward_mean", "Mean score of a task in its batch.", ("task",), _step_rewards),
+    Family(
+        "tokens", "Sampled tokens by what became of them.", ("task", "row"),
+        partial(_by_label, lambda t: t.tokens),
+    ),
+    _of_step("cost_step", "Of the last step.", "cost/step"),
+    _of_step("cost_million_trained", "By a million trained tokens.", "cost/million_trained"),
+    _of_step("never_trained_share", "Of tokens that ended.", "cost/never_trained"),
+    _of_step("idle_share", "Of GPU time.", IDLE, "of"),
     _of_step("step_loss", "Loss of the policy.", "loss/policy"),
     _of_step("step_kl", "KL, by what the policy is compared with.", KL, "against"),
     _of_step("step_entropy", "Mean entropy of a token, nats.", "policy/entropy"),

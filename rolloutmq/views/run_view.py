@@ -21,9 +21,10 @@ from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
-from buffer.redis.key_table import TABLE
+from buffer.redis.key_table import TABLE, TOKEN_ROWS
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
+from consumer.handle.step_log import TrainedStep
 
 COUNTERS = tuple(TABLE["progress:<task>"].optional)
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
@@ -97,6 +98,12 @@ class TaskView:
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The sampled tokens of its groups, by row or `in_groups`; not those that workers hold."""
+        rows = {row: int(self.number(f"tokens_{row}")) for row in TOKEN_ROWS}
+        return rows | {"in_groups": int(self.number("tokens_sampled")) - sum(rows.values())}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -182,6 +189,12 @@ class RunView:
         return is_paused and not self.trainer.is_alive
 
     @property
+    def last_trained(self) -> list[TrainedStep]:
+        """The newest step that the trainer reported to the server, without its groups, if any."""
+        found = self.report.training
+        return [TrainedStep(found.step, "", (), dict(found.metrics))] if found else []
+
+    @property
     def paused_ms(self) -> int:
         """Milliseconds since the last change of the mode."""
         return max(0, self.now_ms - int(self.control.get("changed_ms", self.created_ms)))
@@ -189,6 +202,10 @@ class RunView:
     @property
     def weights(self) -> PolicyVersion:
         return PolicyVersion.parse(self.control.get("weights", ":0"))
+
+    def reported(self, metric: str) -> float | None:
+        """Return a metric of the newest train step; None if the trainer reported none."""
+        return self.report.training.metrics.get(metric) if self.report.training else None
 
     @property
     def live_workers(self) -> list[WorkerRecord]:

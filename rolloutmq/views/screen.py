@@ -171,9 +171,17 @@ def _facts(view: RunView) -> Table:
             ("producer", _role(view.producer)),
             ("workers", _workers_text(view)),
             ("memory", Text(str(view.memory), style=refuses)),
+            *([("cost", cost)] if (cost := _cost(view)) else []),
             *([("notes", notes)] if notes else []),
         ]
     )
+
+
+def _cost(view: RunView) -> str:
+    """Return what the run costs; "" without prices."""
+    said = {"total": "so far", "step": "a step", "next_100_steps": "the next 100 steps"}
+    found = {words: view.reported(f"cost/{name}") for name, words in said.items()}
+    return " · ".join(f"{number:,.2f} {words}" for words, number in found.items() if number)
 
 
 def _role(role: RoleHolder) -> Text:
@@ -267,6 +275,10 @@ def _task(task: TaskView) -> Iterator[Text]:
     if shares := list(shares_of(task)):
         parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]
         yield Text.assemble(("shares       ", "dim"), *parts)
+    if sampled := sum(task.tokens.values()):
+        rows = sorted(task.tokens.items(), key=lambda row: -row[1])
+        said = " · ".join(f"{n / sampled:.0%} {name}" for name, n in rows if n / sampled >= 0.005)
+        yield _fit(Text.assemble(("tokens       ", "dim"), said.replace("_", " ")))
     # the ready groups by their staleness at the next train step
     most = max(task.staleness.values(), default=0)
     text = Text("staleness    ", style="dim")

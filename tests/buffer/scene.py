@@ -16,7 +16,7 @@ from buffer.groups.claim import Enqueued
 from buffer.groups.kept_turns import KeptTurns
 from buffer.groups.skips import skip_letter
 from buffer.ids import LANES, group_id, new_nonce
-from buffer.job import Job, PayloadRef
+from buffer.job import Job, PayloadRef, SampledTokens
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
@@ -169,9 +169,10 @@ class Scene:
         worker: str = "w0",
         ack: int = 1,
         oldest: PolicyVersion | None = None,
+        sampled: str = "",
     ) -> HeartbeatReply:
         """`oldest`: the weights of the oldest token of each group that is held."""
-        pulse = HeartbeatReport(ack, FIRST, WorkerState.IDLE, tokens_per_s=1.0)
+        pulse = HeartbeatReport(ack, FIRST, WorkerState.IDLE, sampled=sampled, tokens_per_s=1.0)
         ages = dict.fromkeys(held, oldest) if oldest else {}
         return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held, ages)
 
@@ -190,10 +191,11 @@ class Scene:
         filtered: bool = False,
         worker: str = "w0",
         begun: RolloutGroup | None = None,
+        sampled: SampledTokens | None = None,
     ) -> None:
         """`begun`: the group as its worker has it; None: as it was claimed."""
         group = extend(begun or self.run.buffer.read(job.payload), status, weights)
-        self.run.buffer.submit(worker, job, group, 4, filtered=filtered)
+        self.run.buffer.submit(worker, job, group, 4, filtered=filtered, sampled=sampled)
 
     def ready(self, *versions: int, task: str = "math", lineage: str = "l0") -> list[str]:
         """New groups in the completed pool, one of each policy version; their gids."""

@@ -259,7 +259,7 @@ def test_reinforce_trains_every_step_once_although_it_dies(
     program = ROOT / "examples" / "reinforce.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"]
+        sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model)]
     )
     add = Position.add
     commit = RolloutConsumer.commit

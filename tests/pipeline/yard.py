@@ -92,6 +92,19 @@ class WatchedEngine(SimulatedEngine):
         self.refused: set[str] = set()
         self._is_crank = self._is_held = held
         self._made = 0
+        self.sampled = 0
+        """tokens of requests that have ended, in any way"""
+
+    def _draw(self, request_id: str, prompt_ids: Any, params: SampleParams) -> _Run:
+        drawn = super()._draw(request_id, prompt_ids, params)
+
+        def ended(result: asyncio.Future[Generation]) -> None:
+            is_whole = not result.cancelled() and result.exception() is None
+            is_returned = is_whole and len(result.result().token_ids)
+            self.sampled += is_returned or drawn.tokens_at(self._clock()) * (not is_whole)
+
+        drawn.result.add_done_callback(ended)
+        return drawn
 
     async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
         self.requests.append((request_id, len(prompt_ids), params))
@@ -142,6 +155,7 @@ class Yard:
         self.producer = new_nonce()
         self.trainer = new_nonce()
         self._working: set[asyncio.Task[None]] = set()
+        self._engines: list[WatchedEngine] = []
         self.run.control.open_producer(self.producer)
         self.run.trainers.open(self.trainer, step=0, lineage=LINEAGE)
 
@@ -282,6 +296,7 @@ class Yard:
         Raise what ended it, unless the test has failed.
         """
         engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
+        self._engines.append(engine)  # a real one does not count
         await engine.start()
         task = asyncio.create_task(worker.run())
         self._working.add(task)
@@ -296,6 +311,8 @@ class Yard:
             self._working.discard(task)
         worker.stop()
         await task
+        if not self._working and all(isinstance(each, WatchedEngine) for each in self._engines):
+            self.check_tokens()
 
     # -- sights --------------------------------------------------------------
 
@@ -326,6 +343,12 @@ class Yard:
 
     def records(self) -> list[dict[str, str]]:
         return [self.run.record(group_id(TASK, draw)) for draw in range(self.run.jobs.cursor(TASK))]
+
+    def check_tokens(self) -> None:
+        """The account has every token that the engines sampled, once all workers have left."""
+        account = self.run.account.tokens()[TASK]
+        assert account.running == 0, account
+        assert account.total == sum(engine.sampled for engine in self._engines), account
 
     def check(self) -> None:
         audit = self.run.account.fsck()

@@ -29,6 +29,7 @@ local function letter_of(reason, worker, step)
 end
 
 local function to_dead_letter(keys, gid, letter)
+  end_tokens(keys.progress, 'dead', keys.groups .. gid)
   redis.call('HSET', keys.groups .. gid, 'stage', 'dead', 'status', 'failed', 'token', '')
   redis.call('ZADD', keys.dead, int(now_ms()), gid)
   redis.call('SET', keys.dead_letters .. gid, letter)
@@ -36,25 +37,27 @@ local function to_dead_letter(keys, gid, letter)
 end
 
 -- The fields that `expire_groups` needs of a record.
-local EXPIRING = {'payload', 'chunks', 'size', 'prompt', 'draw', 'newest'}
+local EXPIRING = {'payload', 'chunks', 'size', 'prompt', 'draw', 'newest', 'made'}
 
 -- Put groups that can serve no train step any more into the pool of expired groups, or drop them. They have no job, lease
 -- or place in a pool any more; one that was in a pool has its `arrival` still. A group keeps its bytes if some members are
 -- not older than `cut`: the worker that claims it reads which (I14). Return their stage.
 local function expire_groups(keys, groups, retryable, cut)
-  local freed, scored, ended, went = {}, {}, {}, 0
+  local freed, scored, ended, went, tokens = {}, {}, {}, 0, 0
   for _, one in ipairs(groups) do
     local gid, record = one.gid, keys.groups .. one.gid
-    local payload, chunks, size, prompt, draw, newest = unpack(one.held)
+    local payload, chunks, size, prompt, draw, newest, made = unpack(one.held)
     local keeps_bytes = payload == 'init' or (retryable and newest and num(newest) >= cut)
     if not keeps_bytes then
       freed[#freed + 1] = gid .. ' ' .. payload .. ' ' .. chunks
       went = went + num(size)
     end
+    if not (keeps_bytes and retryable) then tokens = tokens + num(made) end
     if retryable then
       local fields = {'status', 'expired', 'version', '', 'lineage', '', 'cut', int(cut)}
       if not keeps_bytes then
-        fields = {'payload', 'init', 'chunks', 1, 'size', num(prompt), 'crc', '', 'tokens', 0, unpack(fields)}
+        fields = {'payload', 'init', 'chunks', 1, 'size', num(prompt), 'crc', '', 'tokens', 0, 'made', 0,
+          unpack(fields)}
       end
       if not one.arrival then
         one.arrival = next_arrival(keys.progress)
@@ -77,6 +80,7 @@ local function expire_groups(keys, groups, retryable, cut)
   end
   if #freed > 0 then redis.call('SADD', keys.garbage, unpack(freed)) end
   count_bytes(keys.bytes, 0, went)
+  add_tokens(keys.progress, retryable and 'expired' or 'dropped', tokens)
   redis.call('HINCRBY', keys.progress, 'expirations', #groups)
   return retryable and 'pool' or 'dropped'
 end

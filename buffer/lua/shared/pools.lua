@@ -107,7 +107,7 @@ end
 -- The fields of a record that `remove_from_stage` needs, and the key of its payload.
 local function held_fields(record)
   local held = fields_of(record, 'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch',
-    'size', 'prompt')
+    'size', 'prompt', 'counted')
   return held.stage and held
 end
 

@@ -8,12 +8,14 @@ wait for then is not.
 from __future__ import annotations
 
 import shlex
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from buffer.redis.server.embedded import full_disk
+from buffer.redis.url import mask_url
 from rolloutmq.output import age
 from rolloutmq.process_ends import ProcessEnd, ProcessStart, read_processes
 from rolloutmq.run_owner import LaunchRecord, Stage, is_owned, read_record
@@ -83,8 +85,8 @@ def _end_of_run(folder: Path, record: LaunchRecord, snap: RunView | None) -> Ite
     """Report how the launcher ended, unless processes that were started since continue the run."""
     if snap and snap.trainer.is_alive:
         return
-    again = f"`rolloutmq run {shlex.join(record.command)}` continues the run"
-    if record.stage is Stage.DIED:
+    again = f"`rolloutmq run {mask_url(shlex.join(record.command))}` continues the run"
+    if record.stage is Stage.DIED and record.host == socket.gethostname():
         what = f"`rolloutmq run` (process {record.pid} on {record.host}) was killed, and its "
         yield stuck("launcher/killed", f"{what}processes with it", again)
     elif record.stage is Stage.FAILED:
@@ -113,7 +115,7 @@ def _deaths(lines: Lines, told: ProcessEnd | None, *, is_running: bool) -> Itera
         often = f", {len(ends)} times" if len(ends) > 1 else ""
         often += f", {newest.fruitless} in a row without progress" if newest.fruitless > 1 else ""
         what = f"{names} {newest.how}{often}, {age(1000 * ago_s)} ago: {newest.why}"
-        look = tuple(f"rolloutmq logs {end.name}" for end in ends[-1:])
+        look = () if newest.name == "server" else (f"rolloutmq logs {newest.name}",)
         is_new = is_running and ago_s < RECENT_S
         level = (stuck if newest.fruitless > 1 else warning) if is_new else note
         yield level(kind, what, FIXES[kind], look=look)
@@ -125,7 +127,7 @@ def _missing(lines: Lines, snap: RunView) -> Iterator[Symptom]:
         role.role: role.silent_ms for role in (snap.trainer, snap.producer) if not role.is_alive
     }
     known = {worker.id: worker for worker in (*snap.ended_workers, *snap.workers)}
-    newest = {line.name: line for line in lines if line.rank == 0}
+    newest = {line.name: line for line in lines}
     workers = [name for name in newest if name.startswith("worker-")]
     for name in workers:
         if not (name in known and known[name].is_live(snap.lease_ms)):

@@ -11,9 +11,10 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced
 from buffer.groups.kept_turns import KeptTurns
 from buffer.ids import new_nonce
-from buffer.job import Job
+from buffer.job import Job, SampledTokens
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
+from producer_workers.worker.token_counts import TokenCounts
 from tests.buffer.histories.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.histories.world import World
 from tests.buffer.scene import FIRST, extend, turn
@@ -27,6 +28,8 @@ class WorkerMoves(World):
         self.acknowledged: dict[str, tuple[str | None, int]] = {}
         self.kept: dict[tuple[str, str, str], tuple[KeptTurns, list[PolicyVersion]]] = {}
         """by run, group and claim, with the weights of all tokens that its worker knows"""
+        self.counts: dict[str, TokenCounts] = {}
+        """by token of a process"""
 
     def load_weights(self, worker: str) -> None:
         self.engines[worker] = self.weights
@@ -75,8 +78,16 @@ class WorkerMoves(World):
 
     def heartbeat(self, worker: str) -> None:
         lost = [job.gid for job in self.jobs[worker] if not self.owns(job)]
-        beat = self.scene.beat(self.jobs[worker], worker)
+        counts = self.counts.get(self.scene.worker(worker))
+        for job in self.jobs[worker]:
+            if counts and self.owns(job):
+                self.sampled(worker, job, 1)
+        totals = counts.text() if counts else ""
+        beat = self.scene.beat(self.jobs[worker], worker, sampled=totals)
         assert [job.gid for job in beat.lost] == lost
+        for gid in lost:
+            if counts:
+                counts.end(gid)
 
     def acknowledge(self, worker: str) -> None:
         """A receipt for a pause that stops work counts once nothing is held; a late one of an older
@@ -118,6 +129,7 @@ class WorkerMoves(World):
         made = self.engines[worker]
         for _ in range(number):
             kept.add(turn(1, made))
+            self.sampled(worker, job, 1)
             made_by.append(made)
         if not owned:
             before = self.totals()
@@ -133,6 +145,17 @@ class WorkerMoves(World):
             group.best = max(group.best, tokens) if group.result != "init" else 0
         group.made_by, group.result = list(made_by), ref.token
         group.result_bytes = self.stored_bytes(job.gid, ref.token)
+
+    def sampled(self, worker: str, job: Job, tokens: int) -> SampledTokens:
+        """What the engine of the worker's process has made, `tokens` more for this claim."""
+        counts = self.counts.setdefault(self.scene.worker(worker), TokenCounts())
+        with counts.request(job.gid, 3) as tally:
+            tally.tokens = tokens
+        return counts.of(job.gid)
+
+    def closed(self, worker: str, job: Job) -> None:
+        """The server has answered how a claim ended."""
+        self.counts[self.scene.worker(worker)].end(job.gid)
 
     def begun(self, job: Job) -> RolloutGroup:
         """A group as its worker has it: its turns are in its rollouts."""
@@ -154,8 +177,10 @@ class WorkerMoves(World):
         status = Status.ABORTED if outcome == "aborted" else Status.COMPLETED
         is_filtered, begun = outcome == "filtered", self.begun(job)
         self.scene.submit(
-            job, made, status=status, filtered=is_filtered, worker=worker, begun=begun
-        )
+            job, made, status=status, filtered=is_filtered, worker=worker, begun=begun,
+            sampled=self.sampled(worker, job, 2 * len(begun) + which % 3),
+        )  # fmt: skip
+        self.closed(worker, job)
         group.made_by, group.stage, group.result = [*group.made_by, made], outcome, job.token
         group.result_bytes = self.stored_bytes(job.gid, job.token)
         group.tries = group.best = 0
@@ -172,7 +197,10 @@ class WorkerMoves(World):
         result = extend(self.scene.run.buffer.read(self.newest(group)), Status.COMPLETED, made)
         accepted = job.token == group.result
         try:
-            self.scene.run.buffer.submit(worker, job, result, 4, filtered=outcome == "filtered")
+            sampled = self.sampled(worker, job, 2)
+            self.scene.run.buffer.submit(
+                worker, job, result, 4, filtered=outcome == "filtered", sampled=sampled
+            )
         except Fenced:
             assert not accepted
         else:
@@ -187,10 +215,13 @@ class WorkerMoves(World):
         if not owned:
             before = self.totals()
             with contextlib.suppress(Fenced):  # a reply that was lost is said again
-                self.scene.run.jobs.release(worker, job, kind)
+                sampled = self.sampled(worker, job, 1)
+                self.scene.run.jobs.release(worker, job, kind, sampled=sampled)
             assert self.totals() == before
             return
-        self.scene.run.jobs.release(worker, job, kind)
+        sampled = self.sampled(worker, job, which % 5)
+        self.scene.run.jobs.release(worker, job, kind, sampled=sampled)
+        self.closed(worker, job)
         group.released = job.token
         if kind in ("failed", "lost"):
             self.wait_or_die(group)

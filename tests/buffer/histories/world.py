@@ -140,6 +140,8 @@ class World(Model):
                 read = self.scene.run.buffer.read(self.newest(group))
                 tokens = len(read.states[0].response_ids)
                 assert tokens + 2 * len(read.turns) == 2 * len(group.made_by), group
+        for account in self.scene.run.account.tokens().values():
+            assert all(number >= 0 for number in account.table.values()), account
         for step, manifest in self.batches.items():
             assert self.scene.run.ledger.manifest(step) == manifest
         self.check_payloads()

@@ -41,7 +41,8 @@ export const BY_STEP = [
   { key: "throughput", title: "Throughput", unit: "tokens per second and GPU", lines: [
     line("throughput/rollout_tgs", "rollouts"), line("throughput/training_tgs", "training alone"), line("throughput/effective_tgs", "whole step")] },
   { key: "shares", title: "Lost and cut", unit: "share since the step before", percent: true,
-    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
+    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).filter(({ name }) => columns[name].some(Boolean)).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
+  { key: "token-rows", title: "Where the tokens went", unit: "tokens sampled so far", stacked: true, lines: (columns) => named(columns, "tokens/") },
   { key: "pools", title: "Groups left in the pools", unit: "groups after a step", lines: [
     line("async/completed_groups", "completed"), line("async/aborted_groups", "aborted"), line("async/expired_groups", "expired")] },
 ];
@@ -58,7 +59,7 @@ export const BY_TIME = [
 export function otherCharts(columns, evaluations) {
   const shown = new Set(BY_STEP.flatMap(({ lines }) => (Array.isArray(lines) ? lines : []))
     .flatMap(({ name, band = [], rest }) => [name, rest, ...band]));
-  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^pause\/le_/.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
+  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^tokens\/|^pause\/le_/.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
   const measured = [...new Set(Object.keys(evaluations).map((name) => name.slice(0, name.lastIndexOf("/") + 1)))].filter((name) => name !== "eval/accuracy/");
   return [...kept.sort().map((name) => ({ key: name, title: name, unit: "", isShare: IS_SHARE.test(name), isBytes: name.endsWith("_bytes"), lines: [line(name, name.split("/").at(-1))] })),
     ...measured.sort().map((prefix) => ({ key: prefix, title: prefix.slice(0, -1), unit: "by task", table: "evaluations", isShare: IS_SHARE.test(prefix), lines: (all) => named(all, prefix) }))];

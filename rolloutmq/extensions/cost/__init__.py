@@ -1,0 +1,34 @@
+"""[cost]: what a run costs, from the account of tokens and the time of its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from buffer.config.attached import AttachedSection
+
+
+class CostSection(AttachedSection):
+    """[cost]: prices, in a currency of your own; without one, that part costs nothing."""
+
+    currency: str = Field("USD", min_length=1, max_length=8)
+    """what prices are in; a label"""
+    worker_gpu_hour: float = Field(0.0, ge=0)
+    """price of an hour of one GPU that samples"""
+    worker_gpus: int | None = Field(None, ge=1)
+    """GPUs of one worker; default: as `launch` places workers, at least 1"""
+    trainer_gpu_hour: float = Field(0.0, ge=0)
+    """price of an hour of one GPU of the trainer"""
+    judge_gpu_hour: float = Field(0.0, ge=0)
+    """price of an hour of one GPU for judges"""
+    judge_gpus: int = Field(0, ge=0)
+    """GPUs for judges, in all; paid from the first train step on"""
+    million_sampled_tokens: float = Field(0.0, ge=0)
+    """price of a million tokens that a hosted policy model samples"""
+    million_prompt_tokens: float = Field(0.0, ge=0)
+    """price of a million tokens that a hosted policy model reads"""
+
+    def warnings(self) -> Iterator[str]:
+        if self.judge_gpu_hour and not self.judge_gpus:
+            yield "[cost] judge_gpu_hour is not paid without judge_gpus"

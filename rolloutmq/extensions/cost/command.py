@@ -1,0 +1,87 @@
+"""`rolloutmq cost`: where the sampled tokens of a run went, and what it has cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from buffer.errors import StoreUnavailable
+from buffer.ledger.tokens import TokenAccount
+from consumer.handle.step_log import read_steps
+from rolloutmq.command_list import command
+from rolloutmq.options import Output, Target, or_folder
+from rolloutmq.output import count, facts, table
+
+SHARES = ("idle_workers", "idle_trainer", "never_trained")
+COSTS = ("total", "step", "million_trained", "next_100_steps")
+
+
+def _of_folder(folder: Path, error: StoreUnavailable, **_: object) -> Output:
+    found = _costs(folder)
+    return Output({"cost": found, "error": error.message}, [_costs_shown(found)])
+
+
+@command("cost", epilog="Example: rolloutmq cost --json | jq .cost.next_100_steps")
+@or_folder(_of_folder)
+def cost(target: Target) -> Output:
+    """Show where the sampled tokens of a run went, and what it has cost.
+
+    Every token that an engine sampled is in one row: what became of its group, or `in_groups`
+    (waiting, in a pool, taken), or `running` (with a worker, as of its last heartbeat). `prompt`
+    are tokens that engines have read, `again` those of them that were read after an interruption.
+    Costs are as of the newest train step; [cost] has the prices.
+    """
+    accounts = target.run.account.tokens()
+    whole = TokenAccount.of_all([*accounts.values()])
+    found = _costs(target.run_dir)
+    document = {"tokens": {task: _json(each) for task, each in accounts.items()}, "cost": found}
+    shown: list[RenderableType] = [_tokens_shown(accounts, whole), _costs_shown(found)]
+    return Output(document | {"all": _json(whole)}, shown)
+
+
+def _json(account: TokenAccount) -> dict[str, int]:
+    sums = {"sampled": account.total, "prompt": account.prompt, "again": account.again}
+    return {**account.table, **sums}
+
+
+def _costs(folder: Path | None) -> dict[str, Any]:
+    steps = [s for s in read_steps(folder) if "cost/total" in s.metrics]
+    if not steps:
+        return {}
+    newest = steps[-1].metrics
+    names = (*COSTS, *SHARES)
+    return {"as_of_step": steps[-1].step} | {
+        name: newest[f"cost/{name}"] for name in names if f"cost/{name}" in newest
+    }
+
+
+def _tokens_shown(accounts: dict[str, TokenAccount], whole: TokenAccount) -> Table:
+    columns = {**accounts, "all": whole} if len(accounts) > 1 else accounts
+    grid = table("tokens", *columns, "share", right=[*columns, "share"])
+    for row, number in whole.table.items():
+        if number:
+            cells = (f"{account.table[row]:,}" for account in columns.values())
+            grid.add_row(row, *cells, f"{number / whole.total:.1%}")
+    for name in ("total", "prompt", "again"):
+        cells = (f"{getattr(account, name):,}" for account in columns.values())
+        grid.add_row("sampled" if name == "total" else name, *cells, "")
+    return grid
+
+
+def _costs_shown(found: dict[str, Any]) -> Table | str:
+    if not found:
+        return "no train step has reported what it cost yet"
+    words = {
+        "total": "so far", "step": "last step", "million_trained": "a million trained tokens",
+        "next_100_steps": "next 100 steps", "idle_workers": "idle time of workers",
+        "idle_trainer": "idle time of the trainer", "never_trained": "sampled, never trained",
+    }  # fmt: skip
+    rows = [
+        (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}")
+        for name, label in words.items()
+        if name in found
+    ]
+    return facts([("as of step", count(found["as_of_step"])), *rows])

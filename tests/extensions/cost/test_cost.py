@@ -1,0 +1,66 @@
+"""What a run costs: measured in the trainer, continued by the next one, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from buffer.job import SampledTokens
+from buffer.redis.store import Store
+from consumer.handle.step_log import StepWriter
+from rolloutmq.extensions.cost import CostSection
+from rolloutmq.extensions.cost.command import _costs
+from rolloutmq.extensions.cost.meter import CostMeter
+from tests.buffer.scene import Scene
+from tests.servers import Server
+
+HOUR_MS = 3_600_000
+PRICES = CostSection(worker_gpu_hour=10.0, million_sampled_tokens=1e6, million_prompt_tokens=2e6)
+
+
+@pytest.fixture
+def scene(server_of: Callable[[str], Server], run_name: str) -> Iterator[Scene]:
+    server = server_of("valkey")
+    store = Store(server.url)
+    with server.connect() as raw:
+        yield Scene(store, raw, run_name)
+    store.close()
+
+
+def lived(scene: Scene, worker: str, hours: float, sampling: float) -> None:
+    """A worker that has been there for hours, and has sampled for a share of them."""
+    scene.worker(worker)
+    record = scene.keys.worker(worker)
+    joined_ms = scene.now_ms() - int(hours * HOUR_MS)
+    report = f"sampling_ms={int(hours * sampling * HOUR_MS)}"
+    scene.raw.hset(record, mapping={"joined_ms": joined_ms, "report": report})
+
+
+def test_gpu_hours_and_tokens_have_a_price_and_a_trainer_that_starts_again_pays_them_once(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.enqueue(2)
+    jobs = scene.claim(2)
+    scene.submit(jobs[0], sampled=SampledTokens(6, 0, 6, 0))  # 4 of them are in the group
+    scene.run.jobs.release("w0", jobs[1], "failed", "no", sampled=SampledTokens(5, 0, 11, 6))
+    scene.beat([], sampled="math=11:11:7:0")
+    lived(scene, "w0", 2.0, 0.25)
+    meter = CostMeter(scene.run, PRICES, worker_gpus=2, trainer_gpus=1)
+    found = meter.measured(1)
+    assert (found["tokens/in_groups"], found["tokens/resampled"], found["tokens/failed"]) == (
+        4,
+        2,
+        5,
+    )
+    assert found["cost/never_trained"] == 1.0
+    assert found["cost/worker_gpu_hours"] == pytest.approx(4, rel=0.05)
+    assert found["cost/idle_workers"] == pytest.approx(0.75, rel=0.05)
+    assert found["cost/total"] == pytest.approx(40 + 11 + 14, rel=0.05)
+
+    StepWriter(tmp_path).add_step(1, "l1", [], found)
+    again = CostMeter(scene.run, PRICES, worker_gpus=2, trainer_gpus=1)
+    again.continue_from([found], scene.now_ms())
+    assert again.measured(2)["cost/total"] == pytest.approx(found["cost/total"], rel=0.05)
+    assert _costs(tmp_path)["total"] == found["cost/total"]
