@@ -23,7 +23,7 @@ from rolloutmq.views.run_view import RunView, read_run_view
 EVERY_S = 1.0
 QUIET_S = 5.0  # between snapshots while no browser watches: charts over time have no gaps then
 INSPECT_EVERY_S = 10.0  # between looks at the judge queue and the weights' folder
-EVENTS = 60
+EVENTS = 200
 
 
 class Watcher:
