@@ -47,6 +47,30 @@ def _check_writer(name: str) -> str:
 WriterName = Annotated[str, AfterValidator(_check_writer)]
 
 
+LEARNING = "learning/"
+"""How the names of findings about learning begin."""
+
+LearningFinding = Literal[
+    "learning/equal_rewards",
+    "learning/no_advantage",
+    "learning/no_gradient",
+    "learning/gradient_not_finite",
+    "learning/gradient_clipped",
+    "learning/entropy_collapse",
+    "learning/entropy_explosion",
+    "learning/policy_jump",
+    "learning/mismatch",
+    "learning/same_response",
+    "learning/looping",
+    "learning/judge_disagreement",
+    "learning/one_part",
+    "learning/response_limit",
+    "learning/length_without_reward",
+    "learning/held_out_falls",
+    "learning/length_bias",
+]
+
+
 class TrainerSection(Section):
     """[trainer]: the loop around the learner."""
 
@@ -100,6 +124,10 @@ class TrainerSection(Section):
     writers: Annotated[tuple[WriterName, ...], FromList] = ()
     """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
     (`pip install '.[tensorboard]'`), wandb (`pip install '.[wandb]'`)
+    """
+    silence: Annotated[tuple[LearningFinding, ...], FromList] = ()
+    """findings about learning that are neither logged nor shown, from the next step on, for example
+    ["learning/length_bias"]: see docs/pages/reward_does_not_rise.md
     """
 
     def problems(self) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 A line of `steps.jsonl`: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "ended_s":
 1790000000.0, "host": "gpu7", "metrics": {"rewards/mean": 0.4, …}, "histograms": {"rewards":
-`StepHistogram`, …}}. A line replaces every earlier line of its step and of later ones, as a trainer
-that restarts trains steps again; no group may remain twice (I6).
+`StepHistogram`, …}}, and `silenced` with the findings that the config silences, if it names any. A
+line replaces every earlier line of its step and of later ones, as a trainer that restarts trains
+steps again; no group may remain twice (I6).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,9 @@ def read_evaluations(folder: Path) -> Evaluations:
 class StepWriter:
     """Appends to `steps.jsonl` and `evaluations.jsonl`; a line is on disk when a call returns."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, silenced: Sequence[str] = ()) -> None:
         self._folder = folder
+        self._silenced = silenced
 
     def add_step(
         self,
@@ -60,6 +62,7 @@ class StepWriter:
         entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
         entry |= {"ended_s": round(time.time(), 3), "host": socket.gethostname()}
         entry["metrics"] = metrics
+        entry |= {"silenced": self._silenced} if self._silenced else {}
         entry["histograms"] = {name: each.document() for name, each in histograms.items()}
         append_line(self._folder / STEPS_FILE, entry)
 
@@ -90,6 +93,7 @@ class TrainedStep:
     gids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None  # since 1970; None in a log without it
+    silenced: tuple[str, ...] = ()  # names of findings about learning ([trainer] silence)
     histograms: Histograms = field(default_factory=dict)
     host: str = ""  # of the trainer
 
@@ -111,6 +115,7 @@ class TrainedStep:
             host=str(line.get("host", "")),
             metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
             ended_s=float(line["ended_s"]) if "ended_s" in line else None,
+            silenced=tuple(line.get("silenced") or ()),
             histograms={name: found for name, found in histograms.items() if found},
         )
 

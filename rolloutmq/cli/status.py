@@ -28,6 +28,7 @@ from rolloutmq.options import (
 )
 from rolloutmq.output import age, console, emit_line, facts, known, plural, table
 from rolloutmq.views.explain.diagnosis import diagnose
+from rolloutmq.views.explain.learning import learning
 from rolloutmq.views.explain.processes import with_processes
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
@@ -76,8 +77,10 @@ def status(
         _follow(target, refreshes, every, as_json=as_json)
         return None
     view = read_run_view(target.run)
-    waits = read_waits(target.run, view, read_steps(target.run_dir))
-    found = with_processes(view, diagnose(view), target.run_dir)
+    steps = read_steps(target.run_dir)
+    waits = read_waits(target.run, view, steps)
+    found = [*diagnose(view), *learning(target.run_dir, steps or view.last_trained)]
+    found = with_processes(view, found, target.run_dir)
     shown = [status_screen(view), *(symptom.text() for symptom in found)]
     shown += [Text(f"\n{waits}")] if waits else []
     findings = [asdict(symptom) for symptom in found]

@@ -18,9 +18,10 @@ from consumer.handle.dead_letter_file import read_dead_letters
 from consumer.handle.step_log import Evaluations, StepLog
 from rolloutmq.output import age, table
 from rolloutmq.run_owner import LaunchRecord, read_record
+from rolloutmq.views.explain.learning import learning
 from rolloutmq.views.explain.processes import explain_folder
 from rolloutmq.views.explain.shares import mean_shares
-from rolloutmq.views.explain.symptom import Symptom
+from rolloutmq.views.explain.symptom import Symptom, worst_first
 
 ON_SERVER = "groups in the queue, records of batches, workers and events, which were on the server"
 
@@ -59,8 +60,8 @@ class RunFolder:
 
     @cached_property
     def findings(self) -> list[Symptom]:
-        """What the launcher knows of the run's processes, and of how the run ended."""
-        return explain_folder(self.folder)
+        """What the launcher knows of the run's processes and its end, and of learning."""
+        return worst_first([*explain_folder(self.folder), *learning(self.folder, self.log.steps)])
 
     def facts(self) -> dict[str, str]:
         """Return what the folder knows, and what it lacks, as texts by name."""

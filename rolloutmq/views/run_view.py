@@ -24,6 +24,7 @@ from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.key_table import TABLE, TOKEN_ROWS
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
+from consumer.handle.step_log import TrainedStep
 
 COUNTERS = tuple(TABLE["progress:<task>"].optional)
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
@@ -186,6 +187,12 @@ class RunView:
         """Whether a trainer that has left or fallen silent still pauses the run."""
         is_paused = self.control.get("trainer_mode", "run") not in ("run", "finish")
         return is_paused and not self.trainer.is_alive
+
+    @property
+    def last_trained(self) -> list[TrainedStep]:
+        """The newest step that the trainer reported to the server, without its groups, if any."""
+        found = self.report.training
+        return [TrainedStep(found.step, "", (), dict(found.metrics))] if found else []
 
     @property
     def paused_ms(self) -> int:

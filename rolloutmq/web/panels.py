@@ -13,6 +13,7 @@ from typing import Any
 
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep
+from rolloutmq.process_ends import ProcessEnd, read_processes
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.hosts import hosts
 from rolloutmq.views.run_view import read_run_view
@@ -40,9 +41,23 @@ def run_hosts(source: Source) -> Any:
     return hosts(source.run.fleet.workers() if source.run else (), source.steps)
 
 
+def processes(source: Source) -> Any:
+    """Return the processes that `rolloutmq run` started: how often, and how each ended last."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in read_processes(source.folder) if source.folder else ():
+        name = f"{line.name} rank {line.rank}" if line.rank else line.name
+        own = found.setdefault(name, {"process": name, "starts": 0, "started_s": 0.0})
+        if isinstance(line, ProcessEnd):
+            own |= {"ended_s": line.at_s, "end": f"{line.how}: {line.why}"}
+        else:
+            own |= {"starts": own["starts"] + 1, "started_s": line.at_s}
+    return [*found.values()]
+
+
 PANELS: Mapping[str, Callable[[Source], Any]] = {
     "waits": waits,
     "hosts": run_hosts,
+    "processes": processes,
 }
 
 

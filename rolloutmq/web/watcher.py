@@ -23,7 +23,7 @@ from rolloutmq.views.run_view import RunView, read_run_view
 EVERY_S = 1.0
 QUIET_S = 5.0  # between snapshots while no browser watches: charts over time have no gaps then
 INSPECT_EVERY_S = 10.0  # between looks at the judge queue and the weights' folder
-EVENTS = 60
+EVENTS = 200
 
 
 class Watcher:
@@ -72,7 +72,8 @@ class Watcher:
         try:
             snap = read_run_view(self._run, events=EVENTS)
             if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
-                self._inspected = inspect(self._run, snap, self._history.steps)
+                steps, folder = self._history.steps, self._history.folder
+                self._inspected = inspect(self._run, snap, steps, folder)
                 self._inspected_at = time.monotonic()
             found = [*diagnose(snap), *self._inspected]
             findings = with_processes(snap, found, self._history.folder)

@@ -388,7 +388,12 @@ class TrainController:
         norm = gradient_step(policy.optimizer, self._config.max_grad_norm)
         if norm is not None:
             self.skipped_in_a_row = 0
-            return {"optim/grad_norm": norm, "optim/learning_rate": rate}
+            scale = min(1.0, self._config.max_grad_norm / max(norm, 1e-30))
+            return {
+                "optim/grad_norm": norm,
+                "optim/clip_scale": scale,
+                "optim/learning_rate": rate,
+            }
         self.skipped_in_a_row += 1
         what = (
             f"the gradient of optimizer step {policy.step} is not finite: no weight was changed. "

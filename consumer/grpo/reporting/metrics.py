@@ -19,6 +19,7 @@ from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
 from buffer.wire.staleness import staleness
 from consumer.grpo.learner.group_rewards import FULL_SCORE
+from consumer.grpo.reporting.answers import Answer, answers_of, learning_metrics, reward_parts
 from consumer.handle.histogram import StepHistogram
 
 POOLS = ("completed", "aborted", "expired")
@@ -56,6 +57,8 @@ class BatchColumns:
     truncated: list[int]  # responses of each group that reached their token limit
     contexts: list[dict[str, int]]  # that agents of each group began anew, by reason
     fates: list[str]  # of each rollout, see `TrainController.fates`; [] where they are unknown
+    answers: list[Sequence[Answer]]  # of each group
+    parts: list[dict[str, float]]  # means of each group's rewards beside the score
 
     @classmethod
     def of(
@@ -93,6 +96,8 @@ class BatchColumns:
             truncated=[int(group.truncated.sum()) for group in groups],
             contexts=[new_contexts(group.shared.extra) for group in groups],
             fates=[*fates],
+            answers=[answers_of(group) for group in groups],
+            parts=[reward_parts(group) for group in groups],
         )
 
     def lists(self) -> dict[str, list[Any]]:
@@ -157,6 +162,7 @@ class BatchColumns:
             **_group_times(self.seconds),
             **_means_by_name((name, score) for name, score in self.roles if score is not None),
             **self.contexts_by_task(),
+            **learning_metrics(self.gids, self.answers, self.parts),
         }
         if self.lengths:
             metrics |= {

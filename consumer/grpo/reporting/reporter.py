@@ -27,6 +27,7 @@ from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.sample_log import Sample, TokenTexts, describe_sample
 from consumer.handle.sample_tokens import Packed
 from consumer.handle.step_log import Histograms, StepWriter
+from consumer.learning.findings import LearningLog
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -45,7 +46,8 @@ class Reporter(Observer):
         self._config = config
         self._buffer = buffer
         self._texts = TokenTexts([model_dir])
-        self._log = StepWriter(config.run.folder)
+        self._log = StepWriter(config.run.folder, config.trainer.silence)
+        self._learning = LearningLog(config.run.folder, config.trainer.silence)
         self._host = HostWatch(config.run.folder)
         self._lineage, self._gids = "", list[str]()  # of the newest batch
         self.histograms: Histograms = {}  # of the step that is reported next
@@ -83,11 +85,13 @@ class Reporter(Observer):
         """Report a step, which is in the log when this returns. Raises OSError."""
         metrics = metrics | {f"system/{name}": float(n) for name, n in self._host.numbers().items()}
         self._log.add_step(step, lineage, gids, metrics, histograms)
+        self._learning.add_step(step, gids, metrics)
         self._put(lambda writer: writer.write(step, metrics))
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
         """Report an evaluation, which is in the log when this returns. Raises OSError."""
         self._log.add_evaluation(step, task, metrics)
+        self._learning.add_evaluation(step, task, metrics)
         self._put(lambda writer: writer.write_evaluation(step, task, metrics))
 
     def add_samples(

@@ -25,6 +25,7 @@ from buffer.redis.store import Store
 from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.output import age, plural
+from rolloutmq.views.explain.learning import learning
 from rolloutmq.views.explain.processes import with_processes
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.explain.symptom import (
@@ -42,7 +43,6 @@ from rolloutmq.views.run_view import RunView, read_run_view
 
 LOADING_MS = 5_000  # a worker that loads weights, or has not reported it yet, needs that long
 HANGS, FIRST_MS = 10, 600_000  # mean times of a group, and ms where none has ended
-MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
 FEW_LETTERS = 500  # newest dead letters whose causes are counted
 SHOWN = 5  # faults, or causes, that are shown one by one
@@ -213,7 +213,7 @@ def _memory(snap: RunView) -> Iterator[Symptom]:
 
 
 def _tasks(snap: RunView) -> Iterator[Symptom]:
-    """Report tasks that are stopped, fail, learn to be short, or are not in the config."""
+    """Report tasks that are stopped, fail, or are not in the config."""
     for task in snap.tasks:
         name, account = task.account.task, task.account
         error_ms = int(task.number("error_ms"))
@@ -231,7 +231,6 @@ def _tasks(snap: RunView) -> Iterator[Symptom]:
             yield (stuck if is_new else note)(
                 "task/failing", f"task {name}: {what}: {task.error}", fix_cause, since_ms
             )
-        yield from _length_bias(name, snap)
         kept = account.waiting + account.completed + account.aborted + account.expired
         if task.is_gone and kept:
             fix = f"`rolloutmq drop --task {name} --yes` drops them; with the task in the config "
@@ -257,41 +256,6 @@ def _retries(snap: RunView) -> Iterator[Symptom]:
     for (task, cause), number in snap.retries.most_common(SHOWN):
         what = f"task {task}: {plural(number, 'rollout')} failed, and were made again: {cause}"
         yield note("task/retries", what, "`rolloutmq logs worker --level warning` has each of them")
-
-
-# what takes long responses away (buffer/control/length_counts.py), and what can be done
-LOSSES = {
-    "expired": "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger "
-    "`tasks.TASK.max_staleness`",
-    "failed": "`rolloutmq dead` has the causes; a time limit ends long ones",
-    "interrupted": "set [policy] pause_mode = keep, or enable_partial_rollout",
-    "filtered": "let is_valid_sample_fn filter by what does not grow with the length",
-    "dropped": "raise [gateway] session_ttl_s",
-    "pool": "set [policy] order = staleness",
-    "overlong": "raise max_sequence_tokens, or lower the max_tokens of the task",
-    "truncated": "set mask_truncated = false, or raise max_tokens",
-    "stale": "raise max_token_staleness",
-}
-
-
-def _length_bias(task: str, snap: RunView) -> Iterator[Symptom]:
-    """Report a bias but for that of equal rewards, which have no gradient by their nature."""
-    metrics = snap.report.training.metrics if snap.report.training else {}
-    ratio = {name: metrics.get(f"length_bias/{name}/{task}", 1.0) for name in LOSSES}
-    mean, tail, equal = (
-        metrics.get(f"length_bias/{name}/{task}", 1.0) for name in ("mean", "tail", "no_advantage")
-    )
-    mean /= max(1e-9, equal)
-    if mean < 1 - MOST_BIAS:
-        worst = min(LOSSES, key=lambda name: ratio[name])
-        is_known = ratio[worst] < 1
-        yield warning(
-            "learning/length_bias",
-            f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the "
-            f"mean length of those that were started, and {tail:.0%} of the longest twentieth are "
-            f"left; most of it was lost to {worst if is_known else 'nothing that is counted'}",
-            LOSSES[worst].replace("TASK", task) if is_known else "",
-        )
 
 
 def _supply(snap: RunView) -> Iterator[Symptom]:
@@ -349,7 +313,7 @@ def diagnose_run(
         run = Run.open(store, name)
         snap = read_run_view(run)
         folder = find_folder(run)
-        found = [*diagnose(snap), *inspect(run, snap, read_steps(folder))]
+        found = [*diagnose(snap), *inspect(run, snap, read_steps(folder), folder)]
         return snap, with_processes(snap, found, folder)
     except StoreUnavailable:
         raise
@@ -358,9 +322,14 @@ def diagnose_run(
         return None, [fault("run/unreadable", error.message, fix)]
 
 
-def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
-    """Return the symptoms of a run that its snapshot does not show; `steps`: the trained ones."""
-    found = [*_damage(run, snap)]
+def inspect(
+    run: Run, snap: RunView, steps: Sequence[TrainedStep], folder: Path | None
+) -> list[Symptom]:
+    """Return the symptoms of a run that its snapshot does not show.
+
+    `steps`: the trained ones. `folder`: the run's, if it is known here.
+    """
+    found = [*_damage(run, snap), *learning(folder, steps or snap.last_trained)]
     for part in (_judges, _dead_letters, _stragglers):
         with suppress(StoreError):  # a user who may not read it
             found += part(run, snap)

@@ -6,6 +6,7 @@ a young run.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ _RULES = {
     "failed": _Rule(0.05, 0.2, "groups", "failed in every try",
         "`rolloutmq dead` has the causes; fix them, then `rolloutmq requeue --all-dead --yes` "
         "starts these groups again"),
-    # a cut response gets a score for its length: the model learns to be short
-    "truncated": _Rule(0.1, 0.2, "rollouts", "reached their token limit",
+    # a cut response gets a score for its length: the model learns to be short. Never an error: a
+    # model that has not learned to end its answers may begin with all of them
+    "truncated": _Rule(0.1, math.inf, "rollouts", "reached their token limit",
         "a larger `tasks.TASK.sample.max_tokens`"),
     # such groups start again or are dropped: time is lost, and long responses are trained less
     "expired": _Rule(0.2, 0.5, "groups", "became too old",

@@ -10,7 +10,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 from buffer.control.control import Mode
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run.settings import parse_change
+from rolloutmq.process_ends import ProcessJournal
 from tests.rolloutmq.populate import Scene
+from tests.rolloutmq.web.test_attacks import EVIL
 from tests.rolloutmq.web.test_control import press
 from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn, until
 
@@ -37,6 +39,24 @@ def test_one_cause_is_shown_once_and_leads_to_what_shows_it(
         CAUSE,
     )
     assert rows == 1
+
+
+def test_restarts_and_the_last_exit_of_each_process_are_shown(
+    chromium: Chrome, address: str, server: EmbeddedServer
+) -> None:
+    journal = ProcessJournal(server.folder)
+    for _ in range(3):
+        journal.started("trainer", 0, 1)
+    end = journal.end_of("trainer", 0, 1, 1).model_copy(update={"cause": f"Error: {EVIL}"})
+    journal.ended(end)
+    journal.started("w0", 0, 2)
+    go(chromium, address, "run")
+    panel = "section.panel.processes"
+    text = until(chromium, "ended with exit code 1", panel)
+    assert EVIL in text
+    rows = chromium.find_elements(By.CSS_SELECTOR, f"{panel} tbody tr")
+    counts = [row.find_elements(By.TAG_NAME, "td")[2].text for row in rows]
+    assert counts == ["2", "0"]
 
 
 def test_control_changes_are_one_row_among_all_events(

@@ -41,7 +41,7 @@ export const BY_STEP = [
   { key: "throughput", title: "Throughput", unit: "tokens per second and GPU", lines: [
     line("throughput/rollout_tgs", "rollouts"), line("throughput/training_tgs", "training alone"), line("throughput/effective_tgs", "whole step")] },
   { key: "shares", title: "Lost and cut", unit: "share since the step before", percent: true,
-    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
+    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).filter(({ name }) => columns[name].some(Boolean)).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
   { key: "token-rows", title: "Where the tokens went", unit: "tokens sampled so far", stacked: true, lines: (columns) => named(columns, "tokens/") },
   { key: "pools", title: "Groups left in the pools", unit: "groups after a step", lines: [
     line("async/completed_groups", "completed"), line("async/aborted_groups", "aborted"), line("async/expired_groups", "expired")] },

@@ -1,5 +1,5 @@
-// The newest events of the run, of all kinds or of one. Of all kinds, changes of the control state, which come with
-// each weight update, and events of one cause are a single row.
+// The newest events of the run, of all kinds or of one. Of all kinds, events of one cause are a single row: changes of
+// the control state, which come with each weight update, or the groups that a worker completes.
 
 import { el, patch, table } from "../frame/draw.js";
 import { groupLink } from "../rollouts/rollouts.js";
@@ -26,20 +26,22 @@ function draw() {
   patch(place, [table([["when", ([{ at_ms: at }]) => clock(at)], ["event", ([{ event }, ...more]) => (more.length ? `${event} × ${more.length + 1}` : event)], ["", all, "text"]], shown)]);
 }
 
+const CAUSE = ["event", "by", "worker", "task", "reason", "kind", "place", "field"];
+const keyOf = (event) => CAUSE.map((name) => event[name] ?? "").join(" ");
+
 // Lists of events that are one row: the newest first.
 function folded(found) {
   const rows = new Map();
-  found.forEach((event, at) => {
-    const cause = event.event === "control" ? event.by : event.kind === "failed" ? `${event.worker} ${event.place}` : event.reason;
-    const key = cause === undefined ? at : `${event.event} ${event.task ?? ""} ${cause}`;
+  for (const event of found) {
+    const key = keyOf(event);
     rows.set(key, [...(rows.get(key) ?? []), event]);
-  });
+  }
   return [...rows.values()];
 }
 
 function all([event, ...earlier]) {
   if (!earlier.length) return details(event);
-  return el("details", { "data-key": `${event.event} ${event.by ?? event.reason}` }, el("summary", {}, details(event)), earlier.map((each) => el("div", {}, el("span", { class: "dim" }, clock(each.at_ms)), " ", details(each))));
+  return el("details", { "data-key": keyOf(event) }, el("summary", {}, details(event)), earlier.map((each) => el("div", {}, el("span", { class: "dim" }, clock(each.at_ms)), " ", details(each))));
 }
 
 function details({ at_ms, event, ...fields }) {

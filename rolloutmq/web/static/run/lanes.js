@@ -7,7 +7,7 @@ const SVG = "http://www.w3.org/2000/svg";
 // what a span is -> [words, colour]
 const WORDS = {
   wait: ["waits for groups", "near"], read: ["reads them", "s5"], pause: ["waits for a pause", "s6"], train: ["trains", "s0"], publish: ["publishes weights", "s2"],
-  works: ["generates", "s1"], partly: ["generates, less than half full", "s3"], jobs: ["waits for jobs", "near"], weights: ["waits for weights", "s4"], paused: ["is paused", "s7"],
+  works: ["generates", "s1"], partly: ["generates, less than half full", "s3"], jobs: ["waits for jobs", "near"], weights: ["waits for weights", "s2"], paused: ["is paused", "s7"],
 };
 
 export const lanes = {

@@ -27,7 +27,7 @@ export const overview = {
     wanted = route.query.get("chart");
     choice.runs ??= own ? [own] : [];
     places = {
-      findings: el("div"), runs: el("div", { class: "runs" }), differences: el("div"), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
+      findings: el("div"), runs: el("div", { class: "runs" }), differences: el("div", { class: "differences" }), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
       time: el("div", { class: "charts" }), tasks: el("div", { class: "panels" }), others: el("div", { class: "charts" }),
     };
     charts = [...BY_STEP.map((spec) => new Chart(spec, "step")), ...BY_TIME.map((spec) => new Chart(spec, "time", spec.key === "stages" ? ["taken"] : []))];
@@ -246,7 +246,7 @@ function drawTasks({ status, notes, findings: found }) {
 }
 
 function panelOf(name, task, notes, known) {
-  const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
+  const ages = Object.entries(task.staleness).filter(([, n]) => n), most = Math.max(1, ...ages.map(([, n]) => n));
   const failed = task.places.dead ? `, without ${task.places.dead} that failed` : "";
   return panel(name, `mean score ${number(task.mean_reward, 3)}${failed}`,
     bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),

@@ -6,10 +6,11 @@ import { el, patch } from "../frame/draw.js";
 import { ask } from "../frame/server.js";
 import { hosts } from "./hosts.js";
 import { lanes } from "./lanes.js";
+import { processes } from "./processes.js";
 
 const EVERY_MS = 10_000; // between two readings of a panel
 
-export const PANELS = [lanes, hosts];
+export const PANELS = [lanes, hosts, processes];
 
 export class Panel {
   constructor(shown) {

@@ -1,0 +1,1 @@
+"""What the trained steps of a run say about its learning."""
