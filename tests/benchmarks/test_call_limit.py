@@ -20,7 +20,7 @@ def test_slots_of_killed_processes_return_and_a_refusal_stops_everybody(server: 
     async def play() -> None:
         service = Counting()
         runner, url = await service.serve()
-        fleet = [start(server.url, url, run, limit, 1000) for run in "ab"]
+        fleet = [start(server.url, url, run, limit, 10_000) for run in "ab"]
 
         async def calls_of(run: str, more: int) -> None:
             before = Counter(each.run for each in service.arrivals)[run]
