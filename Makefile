@@ -155,6 +155,14 @@ bench-peers: setup ##measure put and take next to TransferQueue, Ray's queue, Pi
 		"$$(build/peers/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/rolloutmq.pth"
 	@OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TQ_LOGGING_LEVEL=ERROR build/peers/bin/python -m benchmarks.peers
 
+.PHONY: bench-crash
+bench-crash: setup ## kill each process of a run at set moments: seconds to the next committed step, what is done again; half an hour
+	@$(PY) -m benchmarks.crash --update
+
+.PHONY: bench-turns
+bench-turns: setup ## what the gateway costs per turn, 8 to 256 turns, next to tokenizing the conversation again; two minutes
+	@$(PY) -m benchmarks.gateway_turns --update
+
 .PHONY: bench-learning
 bench-learning: setup ##measure reward by step and wall time for several staleness bounds and losses, and with long answers; about an hour, goes on where it was stopped
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ import orjson
 from safetensors.numpy import save_file
 
 from buffer.ledger.position import Position
-from buffer.manifest import ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry
+from buffer.observers import Observer
 from buffer.run.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.group import RolloutGroup
@@ -34,6 +36,26 @@ log = logging.getLogger("rolloutmq.chaos")
 CHAIN = "chain.json"
 
 
+class HeldMoment(Observer):
+    """Holds the trainer in a moment of its step if a harness asks for it.
+
+    The harness writes the moment into `hold`, which becomes `held` while the trainer waits there;
+    removing that lets it go on.
+    """
+
+    def __init__(self, folders: Folders) -> None:
+        self._hold, self._held = folders.root / "hold", folders.root / "held"
+
+    def moment(self, name: str) -> None:
+        if self._hold.exists() and self._hold.read_text() == name:
+            self._hold.rename(self._held)
+            while self._held.exists():
+                time.sleep(0.01)
+
+    def taken(self, manifest: Manifest, began_ns: int) -> None:
+        self.moment("in take")
+
+
 class LightTrainer:
     """Trains `run` until the file `folders.finish` is there."""
 
@@ -45,6 +67,8 @@ class LightTrainer:
         self.consumer = RolloutConsumer(run)
         self._chain = ""
         self._held: Batch | None = None
+        self._held_in = HeldMoment(folders)
+        run.observers.append(self._held_in)
 
     def fit(self, *, take_over: bool, regenerate: bool) -> None:
         """From the newest checkpoint on. Raises RoleHeld, Fenced, LostRun, LedgerError."""
@@ -88,11 +112,14 @@ class LightTrainer:
 
     def _step(self, step: int) -> None:
         shares = self._run.limits.mix().shares(step)
+        self._held_in.moment("before take")
         batch = self.consumer.take_batch(step, shares, checkpoint=self._make_room)
         self._note_delivery(batch)
         self._note_held(batch)
+        self._held_in.moment("after take")
         if step % SYNC_INTERVAL == 1:
             self._interrupt()
+        self._held_in.moment("in train")
         # a stop in between would leave a checkpoint of a step that was not trained
         self._position.add(batch.manifest)
         before = self._chain
@@ -100,8 +127,10 @@ class LightTrainer:
         self._history.note(
             "trained", step=step, before=before, after=self._chain, gids=batch.manifest.gids
         )
+        self._held_in.moment("after train")
         if step % SYNC_INTERVAL == 0:
             self._publish()
+            self._held_in.moment("after publish")
         if step % CHECKPOINT_EVERY == 0:
             self._checkpoint()
 
@@ -130,9 +159,15 @@ class LightTrainer:
         self.consumer.check_role()
         self._position.forget(self._checkpoints.oldest_with(step, KEEP_CHECKPOINTS))
         self.consumer.note_draws(self._position)
-        self._checkpoints.write(self._position, lambda folder: _write(folder / CHAIN, self._chain))
+        self._checkpoints.write(self._position, self._save)
+        self._held_in.moment("after checkpoint")
         self._history.note("checkpoint", step=step, chain=self._chain)
         self.consumer.commit(step, keep=self._checkpoints.prune(KEEP_CHECKPOINTS))
+        self._held_in.moment("after commit")
+
+    def _save(self, folder: Path) -> None:
+        (folder / CHAIN).write_bytes(orjson.dumps(self._chain))
+        self._held_in.moment("in checkpoint")
 
     def _make_room(self) -> None:
         newest = self._checkpoints.steps()[-1:]
@@ -154,11 +189,8 @@ class LightTrainer:
         save_file({"w": np.full(8, step, dtype=np.float32)}, folder / "model.safetensors")
         checksum = weights_manifest.write(folder, f"{self.consumer.lineage}:{step}")
         with self.consumer.paused("keep"):
+            self._held_in.moment("in publish")
             self.consumer.publish_weights(step, str(folder), checksum)
-
-
-def _write(file: Path, chain: str) -> None:
-    file.write_bytes(orjson.dumps(chain))
 
 
 def _link(chain: str, step: int, groups: list[RolloutGroup]) -> str:

@@ -27,6 +27,7 @@ OUTCOMES: Mapping[str, Mapping[str, Any]] = {
     "aborted": {"status": "aborted"},
     "expired": {"status": "expired"},
     "filtered": {},
+    "skipped": {},
     "dead": {"stage": "dead"},
 }
 """Outcomes by which a list is filtered, and the queries that contain their groups."""
@@ -56,6 +57,9 @@ def list_groups(
     """Return up to `count` groups after the `first` ones that match."""
     if wanted.outcome == "filtered":
         return list(islice(_filtered(run), first, first + count))
+    if wanted.outcome == "skipped":
+        skips = islice(run.skips.newest(), first, first + count)
+        return [asdict(each) | {"status": "skipped", "tokens": None} for each in skips]
     parts = [wanted.where, OUTCOMES.get(wanted.outcome, {})]
     if wanted.cause:
         letters = islice(run.dead_letters.newest(), MOST_LETTERS)

@@ -141,7 +141,7 @@ FAULTS = {
     "too-stale": Recipe(staleness=12, rate=3e-3),
     "huge-rate": Recipe(rate=0.3, steps=40),
     "clipped": Recipe(learner={"max_grad_norm": 1e-3}, steps=40),
-    "not-finite": Recipe(of_engine=1e30, learner={"max_skipped_updates": 1000}, steps=12),
+    "broken-engine": Recipe(of_engine=1e30, learner={"max_skipped_updates": 1000}, steps=12),
     "many-updates": Recipe(
         rate=2e-2, learner={"updates_per_batch": 16, "old_policy": "current"}, steps=30
     ),

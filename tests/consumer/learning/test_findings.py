@@ -39,6 +39,7 @@ FAULTS = {
     "wrong-engine": {"mismatch"},
     "many-updates": {"same_response"},
     "too-stale": {"mismatch", "no_advantage"},
+    "broken-engine": {"mismatch", "policy_jump", "no_gradient"},
     "coin": {"judge_disagreement"},
     "huge-rate": {"equal_rewards"},
     "sums-fast": {"no_advantage"},
@@ -116,6 +117,23 @@ def test_responses_that_grow_without_a_reward_are_found_and_with_one_are_not() -
 
     assert [each.name for each in findings(run(0.0), {})] == ["learning/length_without_reward"]
     assert findings(run(0.005), {}) == []
+
+
+def test_skipped_updates_are_a_warning_and_an_error_while_they_last() -> None:
+    def levels(skipped: list[float]) -> list[str]:
+        steps = [
+            TrainedStep(n, "", (), {"optim/skipped_updates": each})
+            for n, each in enumerate(skipped)
+        ]
+        return [
+            each.level
+            for each in findings(steps, {})
+            if each.name == "learning/gradient_not_finite"
+        ]
+
+    assert levels([0.0] * 12) == levels([1.0, *[0.0] * 12]) == []
+    assert levels([*[0.0] * 9, 1.0, 0.0, 0.0]) == ["warning"]
+    assert levels([*[0.0] * 9, 1.0, 1.0, 1.0]) == ["error"]
 
 
 def test_a_kl_of_single_steps_far_above_the_others_is_a_jump() -> None:

@@ -13,7 +13,8 @@ import { groupRows, ofQueue, ofSample } from "./rows.js";
 import { loadLibraries } from "./said.js";
 
 const GID = /^[\w.-]+-\d{10}$/;
-const OUTCOMES = ["completed", "truncated", "aborted", "expired", "filtered", "dead"];
+const OUTCOMES = ["completed", "truncated", "aborted", "expired", "filtered", "skipped", "dead"];
+const ENDED = ["filtered", "skipped"];
 const WHYS = ["best", "worst", "truncated", "random"];
 let list = "#/groups", listed = []; // the address to which `u` goes back, and its groups
 
@@ -51,10 +52,10 @@ function sources(isLogged) {
   return el("div", { class: "sources" }, saved ? null : tab("In the queue", "#/groups", !isLogged), tab("Sample log", "#/groups?step=newest", isLogged), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?"));
 }
 
-// Links that leave only the groups with one value of `name`. Filtered groups have no records that a query could match.
+// Links that leave only the groups with one value of `name`. Filtered and skipped groups have no records that a query could match.
 function chips(name, values, parameters) {
   const chosen = parameters[name] || "";
-  const link = (value) => address("", value === "filtered" ? { [name]: value } : { ...parameters, [name]: value, cause: "" });
+  const link = (value) => address("", ENDED.includes(value) ? { [name]: value } : { ...parameters, [name]: value, cause: "" });
   return el("div", { class: "sources chips", role: "group", "aria-label": name }, ["", ...values].map((value) => tab(value || "all", link(value), value === chosen)));
 }
 
@@ -74,8 +75,8 @@ async function showQueue(query, page) {
     const gid = [asked.text, asked.where].find((words) => GID.test(words));
     location.hash = gid ? address(gid) : address("", { ...parameters, ...asked });
   };
-  const isFiltered = parameters.outcome === "filtered";
-  const form = [chips("outcome", OUTCOMES, parameters), isFiltered ? null : queryForm(query, Object.keys(page.snapshot()?.status.tasks ?? {}), search)];
+  const hasEnded = ENDED.includes(parameters.outcome);
+  const form = [chips("outcome", OUTCOMES, parameters), hasEnded ? null : queryForm(query, Object.keys(page.snapshot()?.status.tasks ?? {}), search)];
   let found;
   try {
     if (parameters.outcome === "dead") form.splice(1, 0, await causes(parameters));
@@ -88,7 +89,7 @@ async function showQueue(query, page) {
   const notes = [];
   if (found.most_read) notes.push(el("p", { class: "dim" }, `Of the groups that match the query, the first ${found.most_read} are read. `, el("a", { href: address("", parameters.text ? { logged: parameters.text } : { why: parameters.outcome }) }, "Search the sample log")));
   if (!groups.length) notes.push(el("p", {}, "no group matches. Groups that were trained have left the queue: see the ", el("a", { href: "#/groups?step=newest" }, "sample log"), "."));
-  return [...form, ...notes, show(groups.map(ofQueue), isFiltered ? unsorted : sorting(parameters)), at > 1 || found.has_more ? pages : null];
+  return [...form, ...notes, show(groups.map(ofQueue), hasEnded ? unsorted : sorting(parameters)), at > 1 || found.has_more ? pages : null];
 }
 
 async function causes(parameters) {

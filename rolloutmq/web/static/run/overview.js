@@ -27,7 +27,7 @@ export const overview = {
     wanted = route.query.get("chart");
     choice.runs ??= own ? [own] : [];
     places = {
-      findings: el("div"), runs: el("div", { class: "runs" }), differences: el("div"), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
+      findings: el("div"), runs: el("div", { class: "runs" }), differences: el("div", { class: "differences" }), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
       time: el("div", { class: "charts" }), tasks: el("div", { class: "panels" }), others: el("div", { class: "charts" }),
     };
     charts = [...BY_STEP.map((spec) => new Chart(spec, "step")), ...BY_TIME.map((spec) => new Chart(spec, "time", spec.key === "stages" ? ["taken"] : []))];
