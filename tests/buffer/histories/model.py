@@ -228,21 +228,24 @@ class Model:
     def expire_waiting(self) -> int:
         """Groups in the queue whose tokens became too old start again, or are dropped."""
         old = [group for group in self.at("waiting") if self.is_expiring(group)]
-        old.sort(key=lambda group: (self.score(group), group.gid))
+        old.sort(key=lambda group: (self.version(group), group.gid))
         if self.on_straggler == "retry":
             for group in old:
                 self.arrive(group)
         return self._expire(old)
 
     def is_expiring(self, group: Group) -> bool:
-        """Whether the next step may not use the tokens that a group already has."""
-        return bool(group.made_by) and self.score(group) < self.cut
+        """Whether the next step may not use a group, whatever is added to the tokens that it has.
+
+        What is added has newer tokens, so that none expires by its last ones.
+        """
+        return bool(group.made_by) and self.version(group) < self.cut
 
     def awaits_stragglers(self, *tasks: str) -> bool:
         """Whether a take waits for groups that could serve no later step."""
         cut = self.taken + 1 - self.threshold
         return self.on_straggler == "wait" and any(
-            group.made_by and self.score(group) == cut
+            group.made_by and self.version(group) == cut
             for task in tasks
             if self.at("running", task)
             for stage in ("waiting", "running")
