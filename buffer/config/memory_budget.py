@@ -122,8 +122,8 @@ class RetentionSection(Section):
     policy: Literal["none", "last", "export", "archive"] = "none"
     """none: a committed batch is freed at once. last: the last `batches` of them stay. export: a
     batch stays until `rolloutmq export --archived` has copied it. archive: until the trainer has
-    written it to `folder`, for `rolloutmq replay` (needs `pip install '.[zstd]'`). The last
-    `batches` of them stay after that
+    written it to `folder`, for `rolloutmq replay` (the trainer needs `pip install '.[zstd]'`).
+    The last `batches` of them stay after that
     """
     folder: str = ""
     """for policy = "archive": a folder, or the URL of a bucket; default: `archive` in the run's
@@ -133,15 +133,10 @@ class RetentionSection(Section):
     """archived batches that stay; their bytes count against the memory budget"""
 
     def problems(self) -> Iterator[str]:
-        """Yield what does not fit the policy, or lacks for it."""
+        """Yield a problem if `batches` does not fit the policy."""
         if self.policy == "last" and not self.batches:
             yield 'policy = "last" needs batches = N of at least 1'
         if self.policy == "none" and self.batches:
             yield 'batches is only used by policy = "last", "export" or "archive"'
         if self.folder and self.policy != "archive":
             yield 'folder is only used by policy = "archive"'
-        if self.policy == "archive":
-            try:
-                zstandard()
-            except ConfigError as error:
-                yield str(error)

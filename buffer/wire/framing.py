@@ -93,7 +93,7 @@ def zstandard() -> Any:
         import zstandard as module
     except ImportError as error:
         raise ConfigError(
-            "bytes of this run are compressed, and the package zstandard is not installed",
+            "the payloads of this run are compressed, and the package zstandard is not installed",
             hint="pip install zstandard",
         ) from error
     return module

@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.memory_budget import MemorySection, RetentionSection
+from buffer.config.memory_budget import MemorySection
 from buffer.errors import ConfigError, WireError
 from buffer.wire import group_bytes
 from buffer.wire.foreign_json import MAX_DEPTH, read_json
@@ -93,8 +93,6 @@ def test_missing_package_is_a_config_error_and_no_bad_payload(
         group_bytes.decode(FRAME)
     with pytest.raises(ValueError, match="pip install zstandard"):
         MemorySection(compression="zstd")
-    with pytest.raises(ValueError, match="pip install zstandard"):
-        RetentionSection(policy="archive")
     assert group_bytes.decode(group_bytes.encode(group())).gid == "math-0000000001"
 
 
