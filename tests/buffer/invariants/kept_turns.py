@@ -10,6 +10,7 @@ from buffer.errors import Fenced
 from buffer.groups.kept_turns import KeptTurns
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend, turn
+from tests.buffer.time_machine import put_back, remember
 
 
 def _said(scene: Scene, gid: str) -> list[int]:
@@ -118,16 +119,19 @@ def turns_that_the_server_lost_come_back(scene: Scene) -> None:
     (job,) = scene.claim()
     kept = scene.turns(job)
     _say(kept, 1)
-    moment, counted = scene.record(job.gid), scene.raw.hgetall(scene.keys.bytes)
+    moment = remember(scene.raw, scene.name)
     _say(kept, 2)
-    lost = scene.payload(job.gid)
-    scene.raw.hset(scene.keys.group(job.gid), mapping=moment)
-    scene.raw.hset(scene.keys.bytes, mapping=counted)
-    scene.raw.delete(scene.keys.payload(job.gid, lost.token, lost.chunks - 1))
+    put_back(scene.raw, scene.name, moment)
     _say(kept, 3)
     assert _said(scene, job.gid) == [1, 2, 3]
     scene.check()
     scene.run.payloads.collect()
+    scene.check()
+    scene.submit(job)  # by a worker that counts only the turns that it keeps
+    scene.run.jobs.drop(scene.ready(0)[0])
+    account = scene.run.account.tokens()["math"]
+    assert (account.sampled, account.in_groups) == (3, 3)
+    assert not scene.raw.exists(scene.keys.worker_tokens_of + "nobody")
     scene.check()
 
 
