@@ -160,6 +160,7 @@ EXTRAS = {
     "opentelemetry": "otel",
     "peft": "lora",
     "pyarrow": "parquet",
+    "pynvml": "vllm-cuda",
     "reasoning_gym": "gym",
     "safetensors": "train",
     "starlette": "web",

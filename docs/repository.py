@@ -68,6 +68,7 @@ KEYWORDS = {
         "Grafana",
     ],
     "docs/pages/moving.md": ["migrate"],
+    "docs/pages/records.md": ["archive", "reproduce"],
     "docs/pages/servers.md": ["sentinel", "eviction", "rotate password"],
     "docs/pages/tools_and_agents.md": ["turns", "gateway"],
     "docs/pages/upgrading.md": ["upgrade"],

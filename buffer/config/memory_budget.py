@@ -122,7 +122,8 @@ class RetentionSection(Section):
     policy: Literal["none", "last", "export", "archive"] = "none"
     """none: a committed batch is freed at once. last: the last `batches` of them stay. export: a
     batch stays until `rolloutmq export --archived` has copied it. archive: until the trainer has
-    written it to `folder`, for `rolloutmq replay`. The last `batches` of them stay after that
+    written it to `folder`, for `rolloutmq replay` (the trainer needs `pip install '.[zstd]'`).
+    The last `batches` of them stay after that
     """
     folder: str = ""
     """for policy = "archive": a folder, or the URL of a bucket; default: `archive` in the run's

@@ -209,8 +209,9 @@ class KeyCheck:
             shown = ", ".join(f"{name} {step}" for name, step in found.items())
             yield Damage(f"{key}: {shown} are not in this order", key)
         forgotten, taken = found["forgotten"], found["taken"]
-        if counts["awaits"] > taken:
-            text = f"awaits {counts['awaits']}, and the last step that was taken is {taken}"
+        if counts["awaits"] > taken or 0 < counts["awaits"] <= counts["committed"]:
+            between = f"step {counts['committed']} is committed, and {taken} was taken last"
+            text = f"awaits {counts['awaits']}, while {between}"
             yield Damage(f"{key}: {text}", key)
         named = [re.fullmatch(rf"{ledger}:(\d+)", name) for name in self.of_kind("batch")]
         beyond = sorted(int(n[1]) for n in named if n and not forgotten < int(n[1]) <= taken)

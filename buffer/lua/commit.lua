@@ -13,7 +13,7 @@
 -- keeps I1, I6 (frees nothing that a kept checkpoint may need again), I12, I13 (step)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep', 'slice')
+local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep', 'slice', 'awaits')
 local taken, committed, freed, done = num(steps[1]), num(steps[2]), num(steps[3]), num(steps[5])
 if step > taken then return {'GAP', int(taken)} end
 committed = math.max(committed, step)
@@ -50,6 +50,7 @@ end
 
 -- F is recorded before the first slice: a half-freed manifest is never delivered again (I6)
 redis.call('HSET', ledger, 'committed', int(committed), 'keep', int(math.max(keep, num(steps[4]))))
+if num(steps[6]) <= committed then redis.call('HDEL', ledger, 'awaits') end  -- what a trained batch lacks, it never gets
 for _, one in ipairs(ended) do redis.call('SETBIT', one.task.archived, one.draw, 1) end
 for _, task in pairs(tasks) do
   if task.count then

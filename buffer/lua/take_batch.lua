@@ -20,7 +20,7 @@
 
 local holder, is_recovering = unpack(redis.call('HMGET', control, 'trainer', 'recovering'))
 if holder ~= nonce then return {'FENCED'} end
-local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep', 'awaits')
+local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep')
 -- archived batches are never delivered again: their manifests are only kept for inspection
 if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end
 if is_recovering then return {'RECOVERING'} end
@@ -44,6 +44,8 @@ end
 local function refused(code) return {code, unpack(counts)} end
 
 if wanted > 1024 then return {'TOO_MANY', 1024} end
+-- a batch before it that lacks groups stays so: what only that one could use counts no more as ready
+if redis.call('HDEL', ledger, 'awaits') == 1 then wake(bell_producer, 1) end
 if (is_short and strict) or ready_in_all == 0 then
   local held = redis.call('HMGET', ledger_train, 'taken', 'freed')
   local is_stuck = is_full(bytes, high) or (is_full(bytes, low) and running == 0)
@@ -72,7 +74,6 @@ end
 -- first: a caller that may not write them (ACL) is stopped before a group has moved
 redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
-if steps[4] then redis.call('HDEL', ledger, 'awaits') end  -- a batch before it that lacks groups stays so
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
 for _, pool in ipairs(pools) do
   if #pool.chosen > 0 then

@@ -40,7 +40,8 @@ def command_lines(file: Path) -> Iterator[str]:
         return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.JoinedStr):
-            parts = [str(p.value) if isinstance(p, ast.Constant) else "X" for p in node.values]
+            # 7 can be a number, a name and a path
+            parts = [str(p.value) if isinstance(p, ast.Constant) else "7" for p in node.values]
             yield from IN_TICKS.findall("".join(parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from IN_TICKS.findall(node.value)

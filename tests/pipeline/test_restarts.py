@@ -37,7 +37,7 @@ def test_a_run_whose_folder_is_deleted_ends_with_that_cause_and_leaves_no_proces
     assert run.wait() == 5
     assert f"{site.run_dir} was deleted while the run used it" in run.said()
     until(lambda: all_gone(processes), "the end of its processes")
-    assert not site.run_dir.exists()
+    assert not (site.run_dir / "server").exists()  # a trainer may have begun a checkpoint
 
 
 def test_a_server_that_is_full_before_the_first_step_is_in_the_line_of_the_run(

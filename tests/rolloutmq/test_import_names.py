@@ -72,10 +72,10 @@ def test_a_script_that_has_imported_one_of_them_is_told_which_file_to_rename(fol
 
 PUBLIC = """
     AgentLoop AgentLoopManager Answer AsyncRolloutConsumer AttachedJudge Batch BatchDataset CheckpointFolder
-    Column ColumnJudge ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
+    CheckpointedConsumer Column ColumnJudge ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
     MediaRef Mode MultiTurnAgentLoop NamedJudge NotReady Observer PolicyVersion Position RehearsalError ReplayBuffer
     RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams Section
-    ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
+    ShadowConsumer ShardedConsumer SingleTurnAgentLoop Skip Status Store TaskLimits ToolCall VersionSpan Worker
     padded_tensors publish rehearse run_all runs_inline
 """
 NAMES = PUBLIC.split()

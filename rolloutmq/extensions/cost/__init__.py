@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from buffer.config.attached import AttachedSection
+from buffer.config.section import Count
 
 
 class CostSection(AttachedSection):
@@ -14,19 +15,19 @@ class CostSection(AttachedSection):
 
     currency: str = Field("USD", min_length=1, max_length=8)
     """what prices are in; a label"""
-    worker_gpu_hour: float = Field(0.0, ge=0)
+    worker_gpu_hour: float = Field(0.0, ge=0, le=1e9)
     """price of an hour of one GPU that samples"""
-    worker_gpus: int | None = Field(None, ge=1)
+    worker_gpus: Count | None = Field(None, ge=1)
     """GPUs of one worker; default: as `launch` places workers, at least 1"""
-    trainer_gpu_hour: float = Field(0.0, ge=0)
+    trainer_gpu_hour: float = Field(0.0, ge=0, le=1e9)
     """price of an hour of one GPU of the trainer"""
-    judge_gpu_hour: float = Field(0.0, ge=0)
+    judge_gpu_hour: float = Field(0.0, ge=0, le=1e9)
     """price of an hour of one GPU for judges"""
-    judge_gpus: int = Field(0, ge=0)
+    judge_gpus: Count = Field(0, ge=0)
     """GPUs for judges, in all; paid from the first train step on"""
-    million_sampled_tokens: float = Field(0.0, ge=0)
+    million_sampled_tokens: float = Field(0.0, ge=0, le=1e9)
     """price of a million tokens that a hosted policy model samples"""
-    million_prompt_tokens: float = Field(0.0, ge=0)
+    million_prompt_tokens: float = Field(0.0, ge=0, le=1e9)
     """price of a million tokens that a hosted policy model reads"""
 
     def warnings(self) -> Iterator[str]:

@@ -201,9 +201,10 @@ def _name(step: int) -> str:
     return f"step-{step:07d}.rmq"
 
 
-def archive_run(run: Run, process: str, config: Config | None) -> None:
+def archive_run(run: Run, process: str, config: Config) -> None:
     """Archive the batches that this trainer commits, if the run does that."""
-    if config is not None and process == "trainer" and run.limits.archive:
+    if process == "trainer" and run.limits.archive:
+        import_extra("zstandard", '[retention] policy = "archive"')
         run.observers.append(Archiver(run, config.public(), config.run.folder / TERMS))
 
 

@@ -47,8 +47,8 @@ def write_bundle(run: Path, archive: Archive, step: int, target: Path, most_byte
         kept = ", ".join(map(str, before.steps())) or "none"
         raise ConfigError(
             f"{run} has no checkpoint of step {step - 1}",
-            hint=f"kept: {kept}; `rolloutmq replay {run} --to {step - 1}` makes one; then put its "
-            "step into the bundle of that folder",
+            hint=f"kept: {kept}; `rolloutmq replay` to the step before (--to) makes one; then "
+            "bundle its folder, with --archive of this run",
         )
     with archive.open(step) as file:
         model = config_of(file.facts.config, run={"dir": str(run)}).model_folder

@@ -50,8 +50,8 @@ def fork(
         known = ", ".join(map(str, kept.steps())) or "none"
         raise ConfigError(
             f"{parent} has no checkpoint of step {step}",
-            hint=f"kept: {known}; `rolloutmq replay {parent} --to {step}` makes one, whose folder "
-            "can be forked",
+            hint=f"kept: {known}; `rolloutmq replay` to this step (--to) makes one; then "
+            "fork its folder",
         )
     position = kept.read(step)
     tree = _config_tree(parent, position.terms_of(step))

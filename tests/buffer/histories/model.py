@@ -11,7 +11,7 @@ from buffer.ids import LANES
 from buffer.limits import Straggler
 from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
-from buffer.wire.staleness import staleness
+from buffer.wire.staleness import next_step, staleness
 from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")
@@ -89,6 +89,8 @@ class Model:
         self.batches: dict[int, Manifest] = {}
         self.leaving: dict[int, list[str]] = {}
         self.taken = self.keep = self.committed = 0
+        self.awaits = 0
+        """the batch for whose missing groups the trainer waits"""
         self.weights = FIRST
         self.threshold = THRESHOLD
         self.max_tries = MAX_TRIES
@@ -177,6 +179,11 @@ class Model:
         """The completed groups that the next step may use, in order."""
         return self.ready(task, self.taken + 1)
 
+    @property
+    def cut(self) -> int:
+        """The oldest version that the step may use which the trainer waits for (I8)."""
+        return next_step(self.taken, self.awaits) - self.threshold
+
     def ready(self, task: str, step: int, threshold: int = 0) -> list[Group]:
         """The completed groups that `step` may use, in the order of the run's policy; by the
         threshold of then.
@@ -192,7 +199,8 @@ class Model:
 
     def room(self, task: str, target: int) -> int:
         begun = [g for stage in ("waiting", "running") for g in self.at(stage, task)]
-        busy = len([g for g in begun if not self.is_expiring(g)]) + len(self.fresh(task))
+        ready = [g for g in self.at("completed", task) if self.score(g) >= self.cut]
+        busy = len([g for g in begun if not self.is_expiring(g)]) + len(ready)
         return max(0, target - self.tasks[task].consumed - busy)
 
     def arrive(self, group: Group) -> None:
@@ -212,30 +220,32 @@ class Model:
 
     def expire(self, *tasks: str) -> int:
         """What the next step may not use starts again, or is dropped; how many groups."""
-        cut = self.taken + 1 - self.threshold
         pooled = [
             g for task in tasks for stage in ("completed", "aborted") for g in self.at(stage, task)
         ]
-        return self._expire([group for group in pooled if self.score(group) < cut])
+        return self._expire([group for group in pooled if self.score(group) < self.cut])
 
     def expire_waiting(self) -> int:
         """Groups in the queue whose tokens became too old start again, or are dropped."""
         old = [group for group in self.at("waiting") if self.is_expiring(group)]
-        old.sort(key=lambda group: (self.score(group), group.gid))
+        old.sort(key=lambda group: (self.version(group), group.gid))
         if self.on_straggler == "retry":
             for group in old:
                 self.arrive(group)
         return self._expire(old)
 
     def is_expiring(self, group: Group) -> bool:
-        """Whether the next step may not use the tokens that a group already has."""
-        return bool(group.made_by) and self.score(group) < self.taken + 1 - self.threshold
+        """Whether the next step may not use a group, whatever is added to the tokens that it has.
+
+        What is added has newer tokens, so that none expires by its last ones.
+        """
+        return bool(group.made_by) and self.version(group) < self.cut
 
     def awaits_stragglers(self, *tasks: str) -> bool:
         """Whether a take waits for groups that could serve no later step."""
         cut = self.taken + 1 - self.threshold
         return self.on_straggler == "wait" and any(
-            group.made_by and self.score(group) == cut
+            group.made_by and self.version(group) == cut
             for task in tasks
             if self.at("running", task)
             for stage in ("waiting", "running")

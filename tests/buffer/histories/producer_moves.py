@@ -76,7 +76,7 @@ class ProducerMoves(World):
         gid = group_id(task, IMPORTED_FROM + self.outside[task])
         self.outside[task] += 1
         group = self.groups[gid] = Group(gid, status, made_by=made_by)
-        if self.score(group) < self.taken + 1 - self.threshold or status == "expired":
+        if self.score(group) < self.cut or status == "expired":
             group.stage, group.made_by = (
                 "expired" if self.on_straggler == "retry" else "dropped",
                 [],

@@ -24,6 +24,7 @@ from tests.buffer.time_machine import Moment, put_back, remember
 
 STEPS = (
     "forks", "weights", "taken", "keep", "committed", "batches", "leaving", "masks", "thresholds",
+    "awaits",
 )  # fmt: skip
 LIMITS = ("threshold", "max_tries", "low", "high", "open_lanes", "modes", "acknowledged")
 LOST = ("groups", "tasks", "outside", *STEPS, *LIMITS)
@@ -148,6 +149,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         position = self.position.model_copy(deep=True)
         self.scene.trainer = nonce
         self.committed = position.step
+        self.awaits = 0
         self.forks.append((lineage, position.step))
         return self.scene.run.trainers.open(
             nonce, lineage=lineage, take_over=True, position=position

@@ -32,6 +32,7 @@ class TrainerMoves(World):
         short = any(len(chosen[task]) < number for task, number in counts.items())
         step = self.taken + 1
         answer = self.scene.run.ledger.take(self.scene.trainer, step, counts, strict=strict)
+        self.awaits = 0
         if not groups or (strict and short):
             runs = any(self.at("running", task) for task in counts)
             is_stuck = self.is_full("resume") or (self.is_full("fresh") and not runs)
@@ -85,6 +86,7 @@ class TrainerMoves(World):
         with self.store.dying("commit" if slices else "nothing", slices):
             self.scene.run.ledger.commit(self.scene.trainer, step, keep)
         self.committed, self.keep = step, max(self.keep, keep)
+        self.awaits = self.awaits if self.awaits > step else 0
         self.leaving |= {s: self.batches.pop(s).gids for s in sorted(self.batches) if s <= keep}
         archived = 0
         while min(self.leaving, default=keep + 1) <= keep and (not slices or archived < slices):
@@ -157,6 +159,7 @@ class TrainerMoves(World):
         ledger = self.scene.run.ledger
         nonce = self.scene.trainer
         assert isinstance(ledger.refill(nonce, step), NotReady) == (left > 0)
+        self.awaits = step if left else 0
         found = ledger.manifest(step)
         assert found is not None
         assert (found.gids, found.open_places.total()) == (gids, left)
@@ -181,6 +184,7 @@ class TrainerMoves(World):
         self.scene.open_trainer(step, lineage, take_over=True)
         self.forks.append((lineage, step))
         self.committed = step
+        self.awaits = 0
 
     def zombie_trainer(self, which: int) -> None:
         if not self.old_trainers:

@@ -87,6 +87,25 @@ def what_a_batch_lacks_is_still_of_use(scene: Scene) -> None:
     scene.check()
 
 
+def what_only_a_smaller_batch_could_use_keeps_nothing_waiting(scene: Scene) -> None:
+    """Staleness 1 is too much. A trainer that waits no longer asks for the next step, or commits."""
+    scene.open_trainer(lineage="l0")
+    for step in (1, 2):
+        scene.ready(step - 1)
+        (bad,) = scene.take(step).entries
+        scene.run.ledger.quarantine(scene.trainer, step, bad, "bad")
+        assert isinstance(scene.run.ledger.refill(scene.trainer, step), NotReady)
+        scene.ready(step - 1)  # too late
+        assert scene.enqueue(1, target=1).count == 0
+        if step == 1:
+            scene.try_take(2)
+        else:
+            scene.run.ledger.commit(scene.trainer, 2, 2)
+        assert scene.enqueue(1, target=1).count == 1
+        scene.run.jobs.drop(*scene.stream("fresh"))
+        scene.check()
+
+
 def nothing_is_freed_that_a_kept_checkpoint_may_ask_for(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")
     scene.ready(0, 1, 2)

@@ -42,8 +42,8 @@ WRITES = {
     "payload:<gid>:<token>": ALL, "garbage": ALL, "bytes": ALL, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "ended:<task>:skipped": ALL, "skips:<task>": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
-    "worker:<id>": ALL, "bad_submissions": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
-    "tokens:<id>": ALL,    "events": ALL,
+    "worker:<id>": ALL, "tokens:<id>": ALL, "bad_submissions": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
+    "events": ALL,
     **dict.fromkeys(("verdicts", "verdicts_before", "judge_use", "limit", "limit_queue", "limit_turns", "limit_callers", "limit_caller:<caller>"), CALLS),
 }  # fmt: skip
 """Roles that may write a kind of key."""
