@@ -25,7 +25,7 @@ local patience_ms = lease_ms / 10  -- a caller that has left a permit unused for
 local now = now_ms()
 local mine = limit_records .. caller
 local fields = {'permitted', 'ended', 'unused', 'refused', 'times_ms', 'costs', 'flow'}
-local state = fields_of(limit, 'next_request_ms', 'next_token_ms', 'paused_ms', 'gap_ms', 'in_use', 'turn', 'speed', 'speed_ms')
+local state = fields_of(limit, 'next_request_ms', 'next_token_ms', 'paused_ms', 'ahead_ms', 'in_use', 'turn', 'speed', 'speed_ms')
 local turn, in_use = num(state.turn), num(state.in_use)
 
 -- Runs may set a limit differently: the lowest that was set during the last lease counts. A missing one is infinite.
@@ -61,8 +61,8 @@ end
 local before = fields_of(mine, unpack(fields))
 local permitted, over = math.max(num(before.permitted), known), math.max(num(before.ended), ended)
 in_use = in_use + permitted - over - num(before.permitted) + num(before.ended)
--- after a clock that was set back, only a pause may be far ahead
-local furthest = now + AHEAD_MS + num(state.gap_ms)
+-- after a clock that was set back, the next permits are as far ahead as they were, and a pause at most a day
+local furthest = now + num(state.ahead_ms)
 local next_request, next_token = math.min(num(state.next_request_ms), furthest), math.min(num(state.next_token_ms), furthest)
 local paused, speed = math.min(num(state.paused_ms), now + 86400000), tonumber(state.speed or 1)
 speed = math.min(1, speed + silence_ms(now, state.speed_ms or now) / 60000)
@@ -133,6 +133,6 @@ end
 if #wanted == 0 and permitted == over then forget(caller) end
 if redis.call('ZCARD', limit_queue) == 0 then redis.call('UNLINK', limit_turns) end
 redis.call('HSET', limit, 'next_request_ms', string.format('%.3f', next_request), 'next_token_ms', string.format('%.3f', next_token),
-  'gap_ms', int(gap), 'paused_ms', int(paused), 'in_use', int(math.max(0, in_use)), 'turn', int(turn))
+  'ahead_ms', int(math.max(0, math.ceil(math.max(next_request, next_token) - now))), 'paused_ms', int(paused), 'in_use', int(math.max(0, in_use)), 'turn', int(turn))
 for _, key in ipairs({limit, limit_queue, limit_turns, limit_callers, mine}) do redis.call('PEXPIRE', key, 86400000) end
 return reply

@@ -89,13 +89,20 @@ from buffer.redis.store import Store
 from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from rolloutmq import RolloutConsumer
+from rolloutmq.config.config import Config
 from rolloutmq.observers import observed
 
+config = Config.model_validate({
+    "run": {"name": "w", "dir": "run"},
+    "policy": {"model": "/w"},
+    "engine": {"kind": "simulated"},
+    "tasks": {"math": {"judge": "exact_match", "dataset": {"kind": "jsonl", "path": "none"}}},
+})
 with EmbeddedServer(pathlib.Path("server")) as server:
     store = Store(server.url)
     limits = RunLimits(tasks={"math": TaskLimits()})
     run = Run.create(store, "w", new_nonce(), limits, FIRST_WEIGHTS, "/w")
-    with observed(run, "trainer", None):
+    with observed(run, "trainer", config):
         consumer = RolloutConsumer(run)
         consumer.open()
         state = RolloutState(

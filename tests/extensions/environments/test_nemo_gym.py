@@ -130,7 +130,7 @@ def play(
         state = RolloutState(messages=problem.messages, extra=problem.extra)
         try:
             gyms.append(gym)
-            made: list[RolloutState] = await loop.generate_group([state], engine, "math-1")
+            made: list[RolloutState] = await loop.generate_group([state], engine, "math-0000000001")
             return made
         finally:
             await listening

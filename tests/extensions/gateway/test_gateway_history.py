@@ -194,7 +194,7 @@ def test_requests_to_the_gateway_never_reach_a_proxy(
             )
             engine = Recorder(chat)
             loop = loop_of(chat, **agent)
-            (state, *_) = await loop.generate_group(questions("2+2?"), engine, "math-1")
+            (state, *_) = await loop.generate_group(questions("2+2?"), engine, "math-0000000001")
             assert state.error is None
         assert proxy.heard == b""
         assert {**no_proxy, "": "127.0.0.1"}.popitem()[1] in os.environ["no_proxy"]
