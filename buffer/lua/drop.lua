@@ -24,7 +24,7 @@ local keys = {progress = progress, jobs = queues .. string.match(gid, '^(.*)%-%d
   leased_by = leased_by, dead = dead, dead_letters = dead_letters}
 read_place(keys, held)
 local new, _, _, total, closed = claimed_tokens(sampled, has_turns_of(held.token or '', held.payload) and held.counted)
-if sampled then hear(worker_tokens, progress, string.match(gid, '^(.*)%-%d+$'), total, closed, new) end
+if sampled ~= '' then hear(worker_tokens, progress, string.match(gid, '^(.*)%-%d+$'), total, closed, new) end
 add_tokens(progress, 'dropped', new)
 end_tokens(progress, 'dropped', groups .. gid)
 local before = remove_from_stage(keys, gid, held)

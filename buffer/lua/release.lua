@@ -102,7 +102,7 @@ local new, _, _, total, closed = claimed_tokens(sampled, has_turns_of(token, hel
 local row = (kind == 'failed' or kind == 'lost') and 'failed' or is_expiring and 'expired' or 'resampled'
 local is_end = place == 'dropped' or place == 'dead' or place == 'skipped'
 add_tokens(progress, is_end and place or row, new)
-if sampled then hear(worker_tokens, progress, task, total, closed, new) end
+if sampled ~= '' then hear(worker_tokens, progress, task, total, closed, new) end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
 log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind == 'expired' and 'aborted' or kind, 'place', place)
 return {'OK', place}

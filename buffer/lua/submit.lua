@@ -94,7 +94,7 @@ for _, one in ipairs(accepted) do
     unparsed, truncated = unparsed + (one.unparsed or 0), truncated + (one.truncated or 0)
   end
   if one.replaced then unneeded[#unneeded + 1], went = one.replaced, went + one.went end
-  local kept = one.sampled and math.min(one.kept, one.made) or one.made
+  local kept = one.sampled ~= '' and math.min(one.kept, one.made) or one.made
   local old = math.min(one.old, one.made - kept)
   claimed, rows.expired, rows.resampled = claimed + one.new, rows.expired + old, rows.resampled + one.made - kept - old
 
@@ -116,7 +116,7 @@ for _, one in ipairs(accepted) do
       'arrival', arrival, 'reward', one.reward_sum, 'submitted_ms', now,
       'tokens', int(one.length), 'tries', one.tries, 'made', int(kept),
       unpack(one.fields))
-    if one.aged then redis.call('HSET', record, 'aged', one.aged) end
+    if one.aged ~= '' then redis.call('HSET', record, 'aged', one.aged) end
     local members = scored[status]
     members[#members + 1], members[#members + 2] = one.score, arrival .. ':' .. gid
     if status == 'completed' then
@@ -131,7 +131,7 @@ if #scored.aborted > 0 then redis.call('ZADD', aborted, unpack(scored.aborted)) 
 if #unneeded > 0 then redis.call('SADD', garbage, unpack(unneeded)) end
 count_bytes(bytes, came, went)
 for row, number in pairs(rows) do add_tokens(progress, row, number) end
-if last.sampled then hear(worker_tokens, progress, task, last.total, last.closed, claimed) end
+if last.sampled ~= '' then hear(worker_tokens, progress, task, last.total, last.closed, claimed) end
 
 -- the counters in one call: the cost is that of the call, not of the number of fields
 redis.call('HSET', progress, 'running', int(num(counts[1]) - #accepted), 'arrivals', int(arrivals),

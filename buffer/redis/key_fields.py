@@ -75,7 +75,8 @@ def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Dam
         required.update((name, row.optional[name]) for name in opened)
     lacking = [name for name in required if name not in fields]
     yield from (_damage(key, f"{key} has no field {name}") for name in lacking)
-    for name, form in chain(required.items(), row.optional.items()):
+    others = {name: row.others for name in fields if row.others and name not in row.optional}
+    for name, form in chain(required.items(), row.optional.items(), others.items()):
         if name in fields and not re.fullmatch(form, fields[name], re.ASCII):
             yield _damage(key, f"{key}: the field {name} is {fields[name][:60]!r}")
 

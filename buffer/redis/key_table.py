@@ -47,7 +47,8 @@ class KeyRow(NamedTuple):
 
     `writers`: roles that may write it, beside trainer and operator, who may write every key.
     `saved`: `Run.save` copies it; what is False belongs to living processes. `name`: in the headers
-    of scripts; "" for that of the key itself. `required` and `optional`: fields of a hash.
+    of scripts; "" for that of the key itself. `required` and `optional`: fields of a hash;
+    `others`: the form of those that neither names, "" for any.
     """
 
     type: str
@@ -57,6 +58,7 @@ class KeyRow(NamedTuple):
     name: str = ""
     required: Forms = _NO_FIELDS
     optional: Forms = _NO_FIELDS
+    others: str = ""
 
 
 _END = "bitmap: bit n = draw n is archived / filtered / dropped / skipped"
@@ -138,6 +140,7 @@ TABLE: Mapping[str, KeyRow] = {
             **dict.fromkeys(("tokens", "submitted_ms", "best", "made", "counted"), _COUNT),
             **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
             "reward": _NUMBER,
+            "aged": rf"{_WEIGHTS}:{_COUNT}( {_WEIGHTS}:{_COUNT})*",
         },
     ),
     "leases": KeyRow(
@@ -234,6 +237,8 @@ TABLE: Mapping[str, KeyRow] = {
         "of these are in groups or rows (`buffer/lua/shared/tokens.lua`)",
         saved=False,
         name="worker_tokens",
+        optional={"nonce": _TOKEN},
+        others=rf"{_COUNT}( {_COUNT})?",
     ),
     "bad_submissions": KeyRow(
         "HASH",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
+from buffer.job import SampledTokens
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
@@ -27,17 +29,20 @@ def busy_run(store: Store, client: Any, name: str) -> Scene:
     scene.enqueue(12, samples=[2] * 10 + [0, 2])
     back, ready, aborted, filtered, dead, *trained, resumed, running = scene.claim(11)
     run.jobs.release("w0", back, "handback")
-    scene.submit(aborted, status=Status.ABORTED)
+    # each group has four tokens
+    sampled = (SampledTokens(4, 0, 4 * n + 4, 4 * n) for n in count())
+    scene.submit(aborted, status=Status.ABORTED, sampled=next(sampled))
     run.jobs.reissue(scene.producer, "math", "aborted", 1000)
-    scene.submit(filtered, filtered=True)
+    scene.submit(filtered, filtered=True, sampled=next(sampled))
     run.jobs.release("w0", dead, "failed")
     for step, job in enumerate(trained, 1):
-        scene.submit(job, PolicyVersion("l1", step - 1))
+        scene.submit(job, PolicyVersion("l1", step - 1), sampled=next(sampled))
         scene.take(step)
         if step < 3:
             run.ledger.commit(scene.trainer, step, step)
-    scene.submit(ready, PolicyVersion("l1", 3))
-    scene.submit(resumed, PolicyVersion("l1", 3), status=Status.ABORTED)
+    scene.submit(ready, PolicyVersion("l1", 3), sampled=next(sampled))
+    newest = PolicyVersion("l1", 3)
+    scene.submit(resumed, newest, status=Status.ABORTED, sampled=next(sampled))
     scene.enqueue(2, task="code")
     scene.enqueue(2, task="quiz")
     run.control.report(scene.trainer, 3, {"rewards/mean": 0.5})

@@ -32,7 +32,7 @@ end
 -- Read what a worker says of a claim: its new tokens (`counted` were counted before), those in the group that it submits,
 -- those discarded as too old, and the totals of its process.
 local function claimed_tokens(sampled, counted)
-  local made, kept, old, total, closed = string.match(sampled or '0 0 0 0 0', '(%d+) (%d+) (%d+) (%d+) (%d+)')
+  local made, kept, old, total, closed = string.match(sampled, '(%d+) (%d+) (%d+) (%d+) (%d+)')
   return math.max(0, num(made) - num(counted)), num(kept), num(old), num(total), num(closed)
 end
 

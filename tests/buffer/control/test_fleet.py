@@ -117,6 +117,20 @@ def test_deregister_needs_empty_hands(scene: Scene) -> None:
     assert scene.run.fleet.deregister("w0", nonce)
 
 
+def test_a_worker_that_was_fenced_leaves_its_tokens_in_the_account(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.claim()
+    nonce = scene.worker()
+    scene.run.fleet.fence("w0")
+    for _ in range(2):
+        assert scene.run.fleet.deregister("w0", nonce, "math=9:7:3:0")
+        account = scene.run.account.tokens()["math"]
+        assert (account.sampled, account.rows["lost"], account.prompt) == (9, 9, 3)
+    scene.run.fleet.deregister("w0", new_nonce(), "math=20:20:20:0")
+    assert scene.run.account.tokens()["math"] == account
+    scene.check()
+
+
 def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
     pulse = HeartbeatReport(
         1,

@@ -127,6 +127,12 @@ def turns_that_the_server_lost_come_back(scene: Scene) -> None:
     scene.check()
     scene.run.payloads.collect()
     scene.check()
+    scene.submit(job)  # by a worker that counts only the turns that it keeps
+    scene.run.jobs.drop(scene.ready(0)[0])
+    account = scene.run.account.tokens()["math"]
+    assert (account.sampled, account.in_groups) == (3, 3)
+    assert not scene.raw.exists(scene.keys.worker_tokens_of + "nobody")
+    scene.check()
 
 
 def a_late_copy_of_kept_turns_changes_nothing(scene: Scene) -> None:
