@@ -61,7 +61,8 @@ def test_report_holds_every_figure_when_it_is_written(
     missing = {row.what for row in ROWS if row.what not in text}
     assert missing <= NOT_IN_A_TINY_RUN
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        *("throughput.png", "scaling.png", "scale.png", "pause.png", "stragglers.png")
+        *("throughput.png", "scaling.png", "scale.png", "pause.png", "stragglers.png"),
+        "tokens.png",
     }
 
 
