@@ -65,6 +65,8 @@ class WitnessController(TrainController):
     def _backward(self, update: Update, index: int) -> dict[str, float]:
         """Write down what the forward pass and the loss of the controller's own are given."""
         self.policy.see(update.batches[index], update.advantages[index])
+        for column in (update.logprobs, update.entropy):  # which no model has computed
+            column.append(torch.zeros_like(update.batches[index].rollout_logprobs))
         return {"tokens": 0.0}
 
     def _optimize(self, update: Update) -> dict[str, float]:
