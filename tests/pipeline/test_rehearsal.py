@@ -4,7 +4,6 @@ import asyncio
 import random
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.worker import worker
 from rolloutmq.testing import RehearsalError, rehearse
-from tests.programs import ROOT, python
 
 SUMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(5)]
 
@@ -45,19 +43,6 @@ class Endless(Polite):
 
 def length(*, response: str, ground_truth: str, state: RolloutState) -> float:
     return float(len(response) + len(ground_truth))
-
-
-def test_lines_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (lines,) = [
-        found
-        for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if "rehearse" in found
-    ]
-    script = tmp_path / "test_mine.py"
-    script.write_text(lines, encoding="utf-8")
-    code = f"import runpy; runpy.run_path({str(script)!r})"
-    python("-c", code)
 
 
 @pytest.mark.parametrize("loop", [Polite, "tests.pipeline.test_rehearsal:Polite"])
