@@ -171,10 +171,9 @@ class Archive:
             self._shelf.put(_name(step), file)
 
     def keep(self, file: Path) -> None:
-        """Store a copy of a file that never changes, unless it is there."""
+        """Store a copy of a file that never changes."""
         with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
-            if file.name not in self._shelf.names():
-                self._shelf.put(file.name, Path(shutil.copy(file, folder)))
+            self._shelf.put(file.name, Path(shutil.copy(file, folder)))
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of a file that `keep` stored; None without it."""
@@ -236,6 +235,7 @@ class Archiver(Observer):
         """`config`: of this trainer; `terms`: folder of what its steps are trained under."""
         self._run = run
         self._terms = terms
+        self._kept: set[Path] = set()  # terms that are in the archive
         self._archive = Archive(run.limits.archive)
         self._config = config
         self._versions = versions()
@@ -267,9 +267,15 @@ class Archiver(Observer):
                 failures = 0
                 if is_last:
                     return
-            except (RolloutMQError, OSError) as error:
+            # a thread that ended would hold the batches on the server for good
+            except Exception as error:
                 failures += 1
-                log.error("not archived, at try %d; the server keeps them: %s", failures, error)
+                is_known = isinstance(error, (RolloutMQError, OSError))
+                log.error(
+                    "not archived, at try %d; the server keeps the batches: %s",
+                    *(failures, error),
+                    exc_info=not is_known,
+                )
                 if is_last and failures >= LAST_TRIES:
                     return
                 self._ended.wait(BACKOFF.pause_s(failures))
@@ -278,8 +284,9 @@ class Archiver(Observer):
     def _copy_new(self) -> None:
         ledger = self._run.ledger
         _, committed, freed = ledger.steps()
-        for file in self._terms.glob("*.json"):
+        for file in {*self._terms.glob("*.json")} - self._kept:
             self._archive.keep(file)
+            self._kept.add(file)
         first = max(self._done + 1, ledger.archive.steps().start)
         for step in range(first, committed + 1):
             if manifest := ledger.manifest(step):
