@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from buffer.imports import is_dotted_path
+from buffer.imports import is_dotted_path, search_in
 from buffer.redis.whole_file import replace_file
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import files_digest
@@ -48,6 +48,7 @@ def keep_terms(folder: Path, terms: dict[str, Any]) -> str:
 
 def source_digest(function: str) -> str | None:
     """Return the SHA-256 of the file that defines `module:name`; None where there is none."""
+    search_in(Path.cwd())  # as a judge is loaded
     try:
         spec = find_spec(function.partition(":")[0])
         data = Path(spec.origin).read_bytes() if spec and spec.origin else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,10 +16,11 @@ from typer import Argument, Exit, Option
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.new_run import JUDGE_FILE, new_run
 from rolloutmq.extensions.records.step_file import RecordDamaged
 from rolloutmq.options import RUNS, AsJson, ConfigUrl, Output, Overrides, RunDir
 from rolloutmq.output import console, count, progress
-from rolloutmq.run_owner import LOCK_FILE, Stage, choose_folder, own, read_record
+from rolloutmq.run_owner import Stage, choose_folder
 from rolloutmq.views.explain.symptom import marked
 
 if TYPE_CHECKING:
@@ -62,15 +62,15 @@ ArchivePlace = Annotated[
 REPLAY_EPILOG = """
 \b
 Examples: rolloutmq replay runs/demo
-          rolloutmq replay runs/demo --from 40 --to 60
-          rolloutmq replay runs/demo --from 40 --set learner.loss.clip_high=0.28 --name wide
-          rolloutmq replay step41.rmq
+          rolloutmq replay runs/demo --from 110 --to 120
+          rolloutmq replay runs/demo --from 110 --set learner.loss.clip_high=0.28 --name wide
+          rolloutmq replay step111.rmq
 """
 
 BUNDLE_EPILOG = """
 \b
-Examples: rolloutmq bundle step41.rmq --step 41
-          rolloutmq bundle step41.rmq --step 41 --run-dir runs/demo
+Examples: rolloutmq bundle step111.rmq --step 111
+          rolloutmq bundle step111.rmq --step 111 --run-dir runs/demo
 """
 
 
@@ -104,7 +104,11 @@ def replay(
         return
     parent = choose_folder(folder, RUNS)
     records = Archive(archive or str(parent / "archive"))
-    _replay(parent, records, name or f"{parent.name}-replay", start, last, given, as_json=as_json)
+    name = name or f"{parent.name}-replay"
+    _replay(
+        parent, records, name, start, last, given,
+        as_json=as_json, shown_as=parent.with_name(name),
+    )  # fmt: skip
 
 
 def _replay_bundle(file: Path, given: list[str], name: str | None, *, as_json: bool) -> None:
@@ -115,11 +119,17 @@ def _replay_bundle(file: Path, given: list[str], name: str | None, *, as_json: b
         folder = Path(place) / "bundle"
         step = open_bundle(file, folder)
         records = Archive(str(folder / "archive"))
+        kept = file.with_name(name) if name else None
+        if kept and kept.exists():
+            raise ConfigError(f"{kept} exists", hint="choose another --name")
         try:
-            _replay(folder, records, name or "replayed", step - 1, step, given, as_json=as_json)
+            _replay(
+                folder, records, name or "replayed", step - 1, step, given,
+                as_json=as_json, shown_as=kept,
+            )  # fmt: skip
         finally:
-            if name:
-                shutil.move(folder.with_name(name), file.with_name(name))
+            if kept and (made := folder.with_name(kept.name)).exists():
+                shutil.move(made, kept)
 
 
 def _replay(
@@ -131,7 +141,9 @@ def _replay(
     given: list[str],
     *,
     as_json: bool,
+    shown_as: Path | None,
 ) -> None:
+    """Replay steps of a run as run `name` beside `parent`; `shown_as`: where it can be seen."""
     steps = records.steps()
     if not steps:
         raise ConfigError(
@@ -140,9 +152,7 @@ def _replay(
         )
     target = parent.with_name(name)
     end = last or steps[-1]
-    left = _unfinished(target, "replay")
-    with own(target, name, ["replay", *sys.argv[2:]], end) as owned:
-        _delete(left)
+    with new_run(target, "replay", end) as owned:
         from rolloutmq.extensions.records.replay import prepare
 
         job = prepare(parent, records, name, start, end, given)
@@ -159,33 +169,16 @@ def _replay(
                     console().print(_line(step, differing.get(step.step, ())), soft_wrap=True)
         tensor = None if given else job.differing_tensor()
     document = {
-        "run": name, "folder": str(target), "steps": [job.phases[0].first, end], "state": state,
-        "differing": differing, "differing_tensor": tensor,
+        "run": name, "folder": shown_as and str(shown_as), "steps": [job.phases[0].first, end],
+        "state": state, "differing": differing, "differing_tensor": tensor,
     }  # fmt: skip
-    Output(document, [*_verdict(target, end, differing, tensor, is_changed=bool(given))]).print(
-        as_json=as_json
-    )
+    shown = [*_verdict(end, differing, tensor, is_changed=bool(given))]
+    if shown_as:
+        look = f"rolloutmq web --run-dir {shown_as}"
+        shown.append(Text(f"{shown_as} has curves, samples and a checkpoint: {look}"))
+    Output(document, shown).print(as_json=as_json)
     if differing or tensor:
         raise Exit(DIFFERS)
-
-
-def _unfinished(target: Path, verb: str) -> list[Path]:
-    """Return what this command left where it did not finish. Raises ConfigError for all else."""
-    left = [path for path in target.glob("*") if path.name != LOCK_FILE]
-    record = read_record(target)
-    is_ours = record is not None and record.command[:1] == [verb]
-    is_done = (target / "checkpoints").exists() and record and record.stage is Stage.FINISHED
-    if left and (not is_ours or is_done):
-        raise ConfigError(f"{target} exists", hint="choose another --name, or delete the folder")
-    return left
-
-
-def _delete(paths: Sequence[Path]) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _line(step: ReplayedStep, differences: Sequence[Difference]) -> Text:
@@ -197,7 +190,6 @@ def _line(step: ReplayedStep, differences: Sequence[Difference]) -> Text:
 
 
 def _verdict(
-    target: Path,
     end: int,
     differing: Mapping[int, Sequence[Difference]],
     tensor: str | None,
@@ -216,12 +208,11 @@ def _verdict(
         yield Text(f"[ok  ] the state of step {end} is equal bit for bit", style="green")
     elif not is_changed:
         yield Text(f"[note] the run keeps no checkpoint of step {end} to compare with", style="dim")
-    yield Text(f"{target} has curves, samples and a checkpoint: rolloutmq web --run-dir {target}")
 
 
 @command("bundle", epilog=BUNDLE_EPILOG)
 def bundle_step(
-    file: Annotated[Path, Argument(metavar="FILE", help="New file, such as step41.rmq.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="New file, such as step111.rmq.")],
     step: Annotated[int, Option("--step", min=1, help="A step of the archive.")],
     run_dir: RunDir = None,
     archive: ArchivePlace = None,
@@ -249,7 +240,7 @@ def bundle_step(
 
 FORK_EPILOG = """
 \b
-Examples: rolloutmq fork runs/demo --at 40 --name b --set learner.learning_rate=1e-5
+Examples: rolloutmq fork runs/demo --at 110 --name b --set learner.learning_rate=1e-5
           rolloutmq run runs/b/config.toml
 """
 
@@ -270,9 +261,7 @@ def fork_run(
     """
     parent = choose_folder(folder, RUNS)
     target = parent.with_name(name)
-    left = [path for path in _unfinished(target, "fork") if path.name != "run.json"]
-    with own(target, name, ["fork", *sys.argv[2:]], at):
-        _delete(left)
+    with new_run(target, "fork", at, keep=["run.json"]):
         from rolloutmq.extensions.records.fork import CONFIG, create_forked, fork
 
         def say(line: str) -> None:
@@ -290,8 +279,8 @@ def fork_run(
 
 RESCORE_EPILOG = """
 \b
-Examples: rolloutmq rescore runs/demo --from 20 --task math --judge new:score
-          rolloutmq rescore runs/demo --from 20 --task math --judge new:score --yes
+Examples: rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score
+          rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score --yes
 """
 
 
@@ -321,11 +310,10 @@ def rescore_run(
     steps = records.steps()
     if not steps or steps[-1] <= start:
         raise ConfigError(f"{records.place} has no batch after step {start}", hint="set --from")
-    left = [path for path in _unfinished(target, "rescore") if path.name != "archive"]
-    with own(target, name, ["rescore", *sys.argv[2:]], steps[-1]) as owned:
-        _delete(left)
-        from rolloutmq.extensions.records.rescore import Differences, rescore
+    with new_run(target, "rescore", steps[-1], keep=["archive", JUDGE_FILE]) as owned:
+        from rolloutmq.extensions.records.rescore import Differences, forget_other_scores, rescore
 
+        forget_other_scores(target, task, judge)
         scored, found = Archive(str(target / "archive")), Differences()
         with progress(as_json) as advance:
             wanted = range(start + 1, steps[-1] + 1)
@@ -365,8 +353,8 @@ def _differences(found: Differences) -> Text:
 
 PROVE_EPILOG = """
 \b
-Examples: rolloutmq prove runs/demo/checkpoints/step-000060
-          rolloutmq prove runs/demo/checkpoints/step-000060 --without-source gsm8k
+Examples: rolloutmq prove runs/demo/checkpoints/step-000120
+          rolloutmq prove runs/demo/checkpoints/step-000120 --without-source gsm8k
 """
 
 

@@ -1,24 +1,28 @@
 """Score the stored responses of a run by another judge, for a replay on the new scores.
 
 The new archive has the same groups with other rewards. A step is judged at once and its file
-written last, so the command goes on where it was killed. A judge that raises ends it: a rollout
-without its new score would keep the wrong one.
+written last, so the command goes on where it was killed, as long as the judge is the same. A judge
+that raises ends it: a rollout without its new score would keep the wrong one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from buffer.errors import ConfigError
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.payloads import checksum
+from buffer.redis.whole_file import replace_file
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
@@ -27,7 +31,9 @@ from producer_workers.config.task import TaskSection
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_for, load_worker_judge, make_judge
 from rolloutmq.extensions.records.archive import Archive, files_of
+from rolloutmq.extensions.records.new_run import JUDGE_FILE
 from rolloutmq.extensions.records.step_file import StepFile, config_of, write_step
+from rolloutmq.launch.terms import source_digest
 
 AT_ONCE = 16  # groups that are judged at the same time
 EXAMPLES = 3
@@ -70,6 +76,15 @@ class Differences:
         self.examples.append(Example(group.gid, index, float(old[index]), float(new[index])))
         self.examples.sort(key=lambda each: -abs(each.after - each.before))
         del self.examples[EXAMPLES:]
+
+
+def forget_other_scores(folder: Path, task: str, judge: str) -> None:
+    """Delete the archive in `folder`, unless this very judge, with this source, has scored it."""
+    now = orjson.dumps({"task": task, "judge": judge, "source": source_digest(judge)})
+    file = folder / JUDGE_FILE
+    if not file.exists() or file.read_bytes() != now:
+        shutil.rmtree(folder / "archive", ignore_errors=True)
+        replace_file(file, now)
 
 
 def rescore(

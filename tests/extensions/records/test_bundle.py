@@ -77,3 +77,12 @@ def test_a_step_without_a_checkpoint_before_it_is_refused(trained: Config, tmp_p
     done = in_process("bundle", str(tmp_path / "b.rmq"), "--step", "4", *run)
     assert done.returncode
     assert "no checkpoint of step 3" in done.stderr
+
+
+def test_the_run_of_a_bundle_is_kept_where_it_has_a_name(bundle: Path) -> None:
+    done = in_process("replay", str(bundle), "--json")
+    assert orjson.loads(done.stdout)["folder"] is None
+    done = in_process("replay", str(bundle), "--json", "--name", "kept")
+    kept = Path(orjson.loads(done.stdout)["folder"])
+    assert (kept / "checkpoints").is_dir()
+    assert in_process("replay", str(bundle), "--json", "--name", "kept").returncode

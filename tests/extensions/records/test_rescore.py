@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import read_steps
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.rescore import forget_other_scores
 from tests.consumer.grpo.training_config import GROUPS, STEPS
 from tests.rolloutmq.conftest import in_process
 
@@ -43,6 +46,26 @@ def test_a_judge_that_was_wrong_is_put_right(trained: Config) -> None:
     forked = in_process("fork", str(folder), "--at", str(STEPS), "--name", "right-on", "--json")
     assert forked.returncode == 0, forked.stderr
     assert JUDGE in (folder.with_name("right-on") / "config.toml").read_text(encoding="utf-8")
+
+
+def test_scores_of_a_judge_that_has_changed_since_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, scored = tmp_path / "changing.py", tmp_path / "new" / "archive" / "step-0000001.rmq"
+
+    def score(task: str, judge: str) -> bool:
+        scored.parent.mkdir(parents=True, exist_ok=True)
+        scored.touch()
+        forget_other_scores(tmp_path / "new", task, judge)
+        return scored.exists()
+
+    file.write_text("def score(**_): return 1.0", encoding="utf-8")
+    assert [score("math", "changing:score") for _ in range(2)] == [False, True]
+    file.write_text("def score(**_): return 0.0", encoding="utf-8")
+    assert [score("math", "changing:score") for _ in range(2)] == [False, True]
+    assert not score("code", "changing:score")
+    assert not score("code", "exact_match")
 
 
 def test_the_same_judge_changes_nothing(trained: Config) -> None:
