@@ -44,6 +44,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import eos_ids
 from producer_workers.images import ImageFolder
+from producer_workers.judges.cached import CachedJudge
 from producer_workers.judges.judge import Judge, judge_call
 from producer_workers.judges.load import (
     HttpJudge,
@@ -307,9 +308,11 @@ def _make_judge(
             service = getattr(task.attached.get(spec), "url", spec)
             judge = judge.under(limit.turns(run, name, service if is_url(service) else name))
         cache = task.judging.cache
-        if cache or judge.counts_use:
-            bounds = (cache.max_entries, cache.max_mb << 20) if cache else ()
+        bounds = (cache.max_entries, cache.max_mb << 20) if cache else ()
+        if judge.counts_use:
             judge = judge.knowing(Verdicts(run.context, name, *bounds))
+        elif cache:
+            judge = CachedJudge(judge, Verdicts(run.context, name, *bounds))
         return judges.watch(judge, task.judging.grace_s)
 
     if not task.judging.is_elsewhere:

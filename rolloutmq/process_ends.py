@@ -47,7 +47,7 @@ class ProcessStart(BaseModel):
 
 
 class ProcessEnd(ProcessStart):
-    """How a process ended that nobody of the run ended. Sizes are in bytes, 0 if unknown.
+    """How a process ended that the run did not end itself. Sizes are in bytes, 0 if unknown.
 
     `code`: its exit code; negative: the signal that killed it. `cause`: the error in its log.
     `fruitless`: lives in a row that achieved nothing, with this one (`launch/child.py`).
@@ -69,7 +69,7 @@ class ProcessEnd(ProcessStart):
 
     @property
     def kind(self) -> Kind:
-        """The stable name of the finding about it."""
+        """Return the stable name of the finding about it."""
         if self.oom_kills and self.code == -signal.SIGKILL:
             return "process/out_of_memory"
         if self.disk_free < FULL_BYTES or NO_SPACE in self.cause:
@@ -86,7 +86,7 @@ class ProcessEnd(ProcessStart):
 
     @property
     def why(self) -> str:
-        """The reason in one line; not the last line of its log if it was killed from outside."""
+        """Return the reason in one line; for a kill from outside, not the last line of its log."""
         if self.kind == "process/out_of_memory":
             limit = ", perhaps at the limit of a container" if self.free > self.total // 5 else ""
             return f"the kernel killed it for lack of memory{limit}{self._memory}"

@@ -42,7 +42,7 @@ SAME_POLICY = (
 )
 
 AT_LIMIT = 0.3
-"""Share of truncated responses; `doctor` warns from 0.1 on, whatever it does to the reward."""
+"""Share of truncated responses; `doctor` warns from 0.1 on, also where the reward does not fall."""
 
 GROWTH, LEAST_GROWTH = 1.5, 4.0
 """Factor and tokens by which responses grow (Dr. GRPO, arXiv:2503.20783, on why they do)."""

@@ -54,7 +54,7 @@ ENDED = 10  # steps without a finding after which it has ended: near a threshold
 def findings(steps: Sequence[TrainedStep], evaluations: Evaluations) -> list[Finding]:
     """Return what the newest steps show, without what `[trainer] silence` names at the last one.
 
-    Raises nothing, whatever the metrics are.
+    It raises nothing, also for metrics that are missing or NaN.
     """
     if not steps:
         return []

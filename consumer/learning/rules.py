@@ -46,7 +46,7 @@ class Rule(NamedTuple):
 RULES = (
     # a yes/no task may have 0.7
     Rule("same_response", "same_response", lambda means: means > 0.9,
-        "{value:.0%} of the responses of task {task} are one text, whatever the prompt is; their "
+        "{value:.0%} of the responses of task {task} are one text, for different prompts; their "
         "reward is {reward:.2g}", OTHER_JUDGE, over=3),
     # small models loop in a few per cent; prime-rl and MiniMax-M1 (arXiv:2506.13585) stop one
     Rule("looping", "looping", lambda means: means > 0.3,

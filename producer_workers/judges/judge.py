@@ -76,10 +76,8 @@ class Judge(ABC):
         return LimitedJudge(self, turns)
 
     def knowing(self, verdicts: Verdicts) -> Judge:
-        """Return this judge, which uses and keeps verdicts."""
-        from producer_workers.judges.cached import CachedJudge
-
-        return CachedJudge(self, verdicts)
+        """Return this judge with `verdicts`. Only of a judge that `counts_use`."""
+        return self
 
     def identity(self) -> str:
         """Return what tells this judge from others, and from itself after a change."""

@@ -35,7 +35,7 @@ from buffer.errors import (
     describe,
 )
 from buffer.failure_text import cause_of, headline, message_of
-from buffer.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.job import EndedEarly, Job, ReleaseKind, Result, SampledTokens
 from buffer.observers import all_of
 from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
@@ -219,7 +219,7 @@ class GroupRunner:
         sampled = self._engine.token_counts.of(job.gid)
         match end:
             case Submit():
-                await self._submit(job, end)
+                await self._submit(job, end, sampled)
             case Drop():
                 log.warning("dropped: %s", end.reason, extra={"gid": job.gid})
                 drop = partial(self._run.jobs.drop, job.gid, revoke=self._worker, sampled=sampled)
@@ -231,8 +231,10 @@ class GroupRunner:
                 self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
             case Release():
                 try:
-                    facts = (end.kind, end.reason, end.ended, end.record, sampled)
-                    await self._insist(self._run.jobs.release, self._worker, job, *facts)
+                    await self._insist(
+                        self._run.jobs.release, self._worker, job,
+                        end.kind, end.reason, end.ended, end.record, sampled,
+                    )  # fmt: skip
                 except Fenced as error:
                     log.warning("not released: %s", error, extra={"gid": job.gid})
                 else:
@@ -242,8 +244,7 @@ class GroupRunner:
                 if end.error:
                     raise end.error
 
-    async def _submit(self, job: Job, end: Submit) -> None:
-        sampled = self._engine.token_counts.of(job.gid)
+    async def _submit(self, job: Job, end: Submit, sampled: SampledTokens) -> None:
         result = Result(job, end.group, end.new_tokens, not end.is_kept, sampled)
         try:
             await self._submitter.submit(result)
