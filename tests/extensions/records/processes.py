@@ -65,9 +65,10 @@ def die_at(death: str, folder: str) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal left
         paths = [str(arg) for arg in args[:2]] if event in EVENTS else []
-        left -= any(folder in path and words in path for path in paths)
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if any(folder in path and words in path for path in paths):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 

@@ -19,6 +19,7 @@ from rolloutmq.extensions.records.replay import OF_THE_MACHINE
 from tests.consumer.grpo.training_config import STEPS
 
 JUDGE = "tests.extensions.records.other_judge:reversed_score"
+TIMES = (*OF_THE_MACHINE, "system/")
 JUDGED = ("--from", "2", "--task", "math", "--judge", JUDGE, "--yes")
 
 
@@ -82,7 +83,7 @@ def contents(folder: Path) -> dict[str, Any]:
         if path.is_file()
     }
     found["steps"] = {
-        step.step: {n: v for n, v in step.metrics.items() if not n.startswith(OF_THE_MACHINE)}
+        step.step: {n: str(v) for n, v in step.metrics.items() if not n.startswith(TIMES)}
         for step in read_steps(folder)
     }
     kept = CheckpointFolder(folder / "checkpoints")
