@@ -71,7 +71,7 @@ KEYWORDS = {
     "docs/pages/moving.md": ["migrate"],
     "docs/pages/records.md": ["archive", "reproduce"],
     "docs/pages/servers.md": ["sentinel", "eviction", "rotate password"],
-    "docs/pages/tools_and_agents.md": ["turns", "gateway"],
+    "docs/pages/tools_and_agents.md": ["multi turn", "gateway"],
     "docs/pages/upgrading.md": ["upgrade"],
     "docs/pages/your_data_set.md": ["custom dataset"],
     "docs/pages/your_judge.md": ["reward function"],
