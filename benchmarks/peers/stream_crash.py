@@ -1,7 +1,7 @@
 """`python -m benchmarks.peers.stream_crash …/pipelinerl/streams.py`: that stream after a kill.
 
-PipelineRL's own writer and reader run in processes of their own, with a server as its launcher starts one.
-A process gets SIGKILL in the middle of 2,000 entries, and is started again.
+PipelineRL's writer and reader run in processes of their own, with a server as its launcher starts
+one. A process gets SIGKILL in the middle of 2,000 entries, and is started again.
 """
 
 from __future__ import annotations
