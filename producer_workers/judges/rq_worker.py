@@ -30,7 +30,7 @@ from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
-from rq.utils import now
+from rq.utils import as_text, now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
 from buffer.errors import ConfigError, JudgeError, RolloutMQError, Skip, describe
@@ -244,7 +244,7 @@ def _give_back(queue: JudgeQueue, worker: str) -> None:
     """Let the job run again that a worker had when it lost the server, at once."""
     record = Worker.redis_worker_namespace_prefix + worker
     job_id = queue.connection.hget(record, "current_job")
-    job = queue.fetch_job(job_id.decode()) if job_id else None
+    job = queue.fetch_job(as_text(job_id)) if job_id else None
     if job and job.is_started:
         queue.started_job_registry.remove_executions(job)
         queue.enqueue_job(job, at_front=True)

@@ -101,7 +101,7 @@ def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def failed(pool: Server, run: str = RUN) -> int:
@@ -445,13 +445,13 @@ def test_a_job_runs_again_at_once_when_its_worker_loses_the_server(tmp_path: Pat
     durable = ("--appendonly", "yes", "--appendfsync", "always")
     own.start(*durable)
 
-    async def scene() -> dict[str, float]:
+    async def scene(serving: psutil.Process) -> dict[str, float]:
         judging = JudgingSection(kind="rq", timeout_s=400.0, retries=0)
         with closing(Store(own.url, name="judging")) as store:
             judge = RqJudge(MINE + "ends_without_a_server", store, RUN, judging)
             asked = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
             await asyncio.to_thread(until, (tmp_path / "called").exists)
-            workers = pool.children()
+            workers = serving.children()
             own.kill()
             (tmp_path / "away").touch()
             await asyncio.to_thread(until, lambda: not all(map(is_alive, workers)))
@@ -460,8 +460,7 @@ def test_a_job_runs_again_at_once_when_its_worker_loses_the_server(tmp_path: Pat
 
     try:
         with serving(Server("valkey", own.url), tmp_path, RUN) as process:
-            pool = psutil.Process(process.pid)
-            assert asyncio.run(scene()) == {"score": 1.0}
+            assert asyncio.run(scene(psutil.Process(process.pid))) == {"score": 1.0}
     finally:
         own.kill()
 
