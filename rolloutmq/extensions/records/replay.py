@@ -194,7 +194,8 @@ class Replay:
         with ExitStack() as stack:
             url = ""
             if ranks.rank == 0:
-                server = stack.enter_context(EmbeddedServer(self.folder / "server"))
+                # not "server", by which `status` and `fsck` would find this part of a run
+                server = stack.enter_context(EmbeddedServer(self.folder / "replayed"))
                 stack.callback(shutil.rmtree, server.folder, ignore_errors=True)
                 url = server.url
             store = stack.enter_context(closing(Store(ranks.share(url))))
