@@ -55,11 +55,11 @@ def new_run(
     if left and (not is_ours or is_done):
         raise ConfigError(f"{folder} exists", hint="choose another --name, or delete the folder")
     with interrupted_by_sigterm(), own(folder, folder.name, [verb, *sys.argv[2:]], last) as owned:
-        EmbeddedServer(folder / "server").kill()  # it outlived its owner
         for path in left:
             if path.name in keep:
                 continue
             if path.is_dir():
+                EmbeddedServer(path).kill()  # one that outlived its owner
                 shutil.rmtree(path)
             else:
                 path.unlink()

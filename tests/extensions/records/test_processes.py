@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 
 from consumer.handle.checkpoint import CheckpointFolder
@@ -49,10 +50,10 @@ def test_what_two_ranks_trained_is_equal_on_two(tmp_path: Path, model_dir: Path)
     ("deaths", "args"),
     [
         (
-            "judge.json:1,archive:1,archive:9,archive:15,server:2,steps.jsonl:2,checkpoints:4",
+            "judge.json:1,archive:1,archive:9,archive:15,replayed:2,steps.jsonl:2,checkpoints:4",
             ("rescore", *JUDGED),
         ),
-        ("server:2,checkpoints:1,steps.jsonl:3,checkpoints:4", ("replay", "--from", "2")),
+        ("replayed:2,checkpoints:1,steps.jsonl:3,checkpoints:4", ("replay", "--from", "2")),
         (
             "run.json:1,checkpoints:2,steps.jsonl:1,archive:2,terms:1,config.toml:1,server:4",
             ("fork", "--at", "4"),
@@ -70,6 +71,8 @@ def test_a_command_that_died_comes_to_the_result_of_one_that_did_not(
     assert found["codes"] == [0, *[-signal.SIGKILL] * len(deaths.split(",")), 0]
     document = orjson.dumps(found["killed"]).decode().replace("killed", "whole")
     assert orjson.loads(document) == found["whole"]
+    servers = [each.info["cwd"] or "" for each in psutil.process_iter(["cwd"])]
+    assert not [folder for folder in servers if folder.startswith(str(tmp_path))]
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
