@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import and_, eq
-from typing import Any
+from typing import Any, NamedTuple
 
 from producer_workers.agent_loops.call_json import read_json
 from producer_workers.agent_loops.tokenizer import SYSTEM_ROLES
@@ -40,6 +40,22 @@ def split_thought(text: str) -> tuple[str | None, str]:
     return thought.strip(), text[end:].lstrip()
 
 
+class Said(NamedTuple):
+    """A message without the thought, if it is the model's, and with the ids of its calls."""
+
+    turn: Any
+    thought: str | None
+    calls: list[Any]
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Said:
+        thought = None
+        turn: Any = message
+        if message["role"] == "assistant":
+            thought, turn = _of_model(message)
+        return cls(turn, thought, [call["id"] for call in message.get("tool_calls", ())])
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What must be the same in a conversation that continues another; all lists are by message.
@@ -54,26 +70,27 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Messages) -> Conversation:
-        made = cls([], [], [])
+        return cls.join(list(map(Said.of, messages)))
+
+    @classmethod
+    def join(cls, said: Sequence[Said]) -> Conversation:
+        turns, thoughts, calls = map(list, zip(*said, strict=True)) if said else ([], [], [])
         numbers: dict[Any, int] = {}
         count = itertools.count()
-        for message in messages:
-            thought = None
-            turn: Any = message
-            ids = [call["id"] for call in message.get("tool_calls", ())]
-            if message["role"] == "assistant":
-                thought, turn = _of_model(message)
-                numbers.update(zip(ids, count, strict=False))
-            elif "tool_call_id" in message:
-                called = message["tool_call_id"]
-                turn = {**message, "tool_call_id": numbers.get(called, called)}
-            made.turns.append(turn)
-            made.thoughts.append(thought)
-            made.calls.append(ids)
-        return made
+        for place, turn in enumerate(turns):
+            if isinstance(turn, tuple):  # the model's
+                numbers.update(zip(calls[place], count, strict=False))
+            elif "tool_call_id" in turn:
+                called = turn["tool_call_id"]
+                turns[place] = {**turn, "tool_call_id": numbers.get(called, called)}
+        return cls(turns, thoughts, calls)
 
     def shared(self, other: Conversation) -> int:
         """Return how many first messages both have."""
+        both = min(len(self.turns), len(other.turns))
+        own, others = self.part(0, both), other.part(0, both)
+        if own.turns == others.turns and own.thoughts == others.thoughts:
+            return both
         thoughts = map(_same_thought, other.thoughts, self.thoughts)
         return sum(takewhile(bool, map(and_, map(eq, self.turns, other.turns), thoughts)))
 

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import hashlib
 import logging
-import re
 import resource
 import secrets
 import socket
@@ -31,9 +30,11 @@ from rolloutmq.extensions.gateway.dialects.openai_chat import ChatRequest, TextR
 from rolloutmq.extensions.gateway.dialects.openai_responses import ResponsesRequest
 from rolloutmq.extensions.gateway.dialects.vllm_tokens import GenerateRequest
 from rolloutmq.extensions.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
+from rolloutmq.extensions.gateway.known_messages import KnownMessages, with_whole_characters
 from rolloutmq.extensions.gateway.reply import Reply
 from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.session import ContextFull, Session, SessionClosed
+from rolloutmq.extensions.gateway.turn import Ask
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -50,11 +51,6 @@ LONGEST_REFUSAL = 4096  # characters of an error message
 MOST_VALUES = 2**20
 
 REPLY = web.RequestKey("reply", Reply)  # of a request
-
-# An escape of JSON: a surrogate pair, half of one (the group), or any other.
-_ESCAPE = re.compile(
-    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})|\\."
-)
 
 
 DIALECTS: dict[str, type[AgentRequest]] = {
@@ -237,8 +233,8 @@ async def _answer(
     request: web.Request, kind: type[AgentRequest], guest: Guest, session: Session
 ) -> web.StreamResponse:
     body = await body_of(request)
-    asked = await in_thread_of_texts(len(body), _parse, kind, body)
-    ask = replace(asked.ask(), size=len(body))
+    asked, ask = await in_thread_of_texts(len(body), _parse, kind, body, session.known)
+    ask = replace(ask, size=len(body))
     if asked.counts:
         tokens = await _done(partial(session.count, ask), guest)
         return web.json_response({"input_tokens": tokens})
@@ -325,15 +321,22 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
         raise Refusal(503, "the engine died", "interrupted") from error
 
 
-def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
-    """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
+def _parse(kind: type[AgentRequest], body: bytes, known: KnownMessages) -> tuple[AgentRequest, Ask]:
+    """Return the request in `body`, perhaps without its messages, and what it asks, with them."""
     if body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
         raise Refusal(413, "this request has too many values to be read", "request_too_large")
+    short, messages = known.split(kind, body)
+    asked = _validated(kind, short)
+    ask = asked.ask()
+    return asked, replace(ask, messages=messages) if messages else ask
+
+
+def _validated(kind: type[AgentRequest], body: bytes) -> AgentRequest:
+    """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
         return kind.model_validate_json(body)
     except ValidationError:
-        text = body.decode(errors="replace")
-        whole = _ESCAPE.sub(lambda found: "\ufffd" if found[1] else found[0], text).encode()
+        whole = with_whole_characters(body)
     try:
         return kind.model_validate_json(whole)
     except ValidationError as error:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -37,8 +39,9 @@ from producer_workers.agent_loops.tokenizer import (
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.datasets.row_values import byte_count
 from producer_workers.engines.base import Engine, FinishReason, Generation, context_length
-from rolloutmq.extensions.gateway.history import Conversation, Messages
+from rolloutmq.extensions.gateway.history import Conversation, Messages, Said
 from rolloutmq.extensions.gateway.kept_turns import TurnWriter
+from rolloutmq.extensions.gateway.known_messages import KnownMessages, Once
 from rolloutmq.extensions.gateway.segment import Segment, TurnEnd, continued_by, why_new
 from rolloutmq.extensions.gateway.session_record import check_storable
 from rolloutmq.extensions.gateway.turn import Ask, SampledTurn, TokenBudget, as_openai
@@ -120,6 +123,11 @@ class Session:
         self.segments = [*finished]
         self.unsent: list[Segment] = []  # their last turns: a program may have got no answer
         self.interrupted = asyncio.Event()
+        self.known = KnownMessages()
+        self._readable = Once(self._make_readable)
+        self._said = Once(Said.of)
+        self._sizes = Once(partial(byte_count, most=sys.maxsize))
+        self._opening: dict[str, Any] = {"content": ""}  # the newest instructions
 
     @property
     def is_full(self) -> bool:
@@ -147,7 +155,7 @@ class Session:
         """Return the answer to a request, once, if it was made but perhaps not sent."""
         if ask.prompt:
             return None
-        given = Conversation.of(self._messages(ask))
+        given = Conversation.join(self._said.each(self._messages(ask)))
         for segment in self.unsent:
             count = len(given.turns)
             is_same = count + 1 == len(segment.said.turns) and given.shared(segment.said) == count
@@ -191,17 +199,25 @@ class Session:
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
-        check_storable(ask.messages, ask.tools)
-        opening = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
-        messages = self._delta.readable([*opening, *self._before(ask), *ask.messages])
-        self._check_bytes([messages, ask.tools])
+        check_storable([], ask.tools)
+        opening = self._opening
+        if ask.instructions != opening["content"]:
+            opening = self._opening = {"role": "system", "content": ask.instructions}
+        begin = [opening] if ask.instructions else []
+        readable = self._readable.each([*begin, *self._before(ask), *ask.messages])
+        messages = self._delta.in_order(readable)
+        self._check_bytes(ask.tools, self._sizes.each(messages))
         return messages
 
-    def _check_bytes(self, texts: Any) -> None:
-        """Raise ContextFull for texts that are too long to be encoded."""
+    def _make_readable(self, message: dict[str, Any]) -> dict[str, Any]:
+        check_storable([message], None)
+        return self._delta.readable(message)
+
+    def _check_bytes(self, texts: Any, sizes: Sequence[int] = ()) -> None:
+        """Raise ContextFull for texts, and others of these sizes, that are too long to encode."""
         if context := context_length(self._engine):
             most = BYTES_PER_TOKEN * context
-            if byte_count(texts, most) > most:
+            if byte_count(texts, most) + sum(sizes) > most:
                 raise ContextFull(_LONG.format(context, f"over {most} bytes"))
 
     def _before(self, ask: Ask) -> Messages:
@@ -293,7 +309,7 @@ class Session:
     def _context(self, ask: Ask) -> Reading:
         """Return what the model reads; without a parent, it begins a segment."""
         messages, tools = self._messages(ask), ask.tools
-        given = Conversation.of(messages)
+        given = Conversation.join(self._said.each(messages))
         segments = self.segments
         claimed = [request.parent for request in [*self._running]]
         free = [segment for segment in segments if segment not in claimed]

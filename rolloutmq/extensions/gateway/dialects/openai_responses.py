@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from producer_workers.agent_loops.call_json import read_json, write_json
 from rolloutmq.extensions.gateway.dialects.dialect import (
+    ITEMS,
     FormatHolder,
     Json,
     JsonList,
@@ -32,6 +34,9 @@ REFUSED = {
     "top_logprobs": "ask chat completions for logprobs",
 }
 
+# Types of items that are no part of a turn of the model, unless they have its role.
+_OTHERS = ("", "message", "function_call_output", "custom_tool_call_output")
+
 _TEXTS = ("input_text", "output_text", "text")
 
 # The arguments of a custom tool, whose input is any text.
@@ -40,6 +45,14 @@ _FREE_TEXT: Json = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
+
+
+class _Head(msgspec.Struct):
+    role: Any = ""
+    type: Any = ""
+
+
+_HEADS = msgspec.json.Decoder(list[_Head])
 
 
 class _Conversation:
@@ -175,6 +188,7 @@ def _names_of_custom(tools: Any) -> list[Any]:
 
 class ResponsesRequest(ToolRequest):
     path = "/v1/responses"
+    history = "input"
     refused = REFUSED
 
     input: Annotated[JsonList, Field(min_length=1), BeforeValidator(_messages)]
@@ -189,6 +203,24 @@ class ResponsesRequest(ToolRequest):
 
     _name: str = PrivateAttr(default_factory=new_name)
     _told: int = PrivateAttr(0)  # events
+
+    @staticmethod
+    def plain(items: list[Any]) -> list[Json]:
+        return list(_messages(items))
+
+    @staticmethod
+    def parts(history: msgspec.Raw) -> list[bytes]:
+        parts: list[list[bytes]] = []
+        was_of_model = False
+        items = map(bytes, ITEMS.decode(history))
+        for item, head in zip(items, _HEADS.decode(history), strict=True):
+            is_of_model = head.role == "assistant" or head.type not in _OTHERS
+            if is_of_model and was_of_model:
+                parts[-1].append(item)
+            else:
+                parts.append([item])
+            was_of_model = is_of_model
+        return [b",".join(part) for part in parts]
 
     def ask(self) -> Ask:
         return Ask(
