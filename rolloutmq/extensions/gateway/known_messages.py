@@ -47,35 +47,41 @@ class Once(Generic[G, T]):
     def __init__(self, work: Callable[[G], T], key: Callable[[G], Hashable] = id) -> None:
         self._work = work
         self._key = key
-        # With the thing: as long as it is kept, no other has its id.
+        # With the thing itself: as long as it is kept, no other has its id.
         self._made: dict[Hashable, tuple[G, T]] = {}
         self._bytes = 0
 
     def each(self, things: Sequence[G]) -> list[T]:
         keys = list(map(self._key, things))
-        found = map(self._made.get, keys)
-        return [
-            known[1] if known else self._make(key, thing)
-            for key, thing, known in zip(keys, things, found, strict=True)
-        ]
+        found = list(map(self._made.get, keys))
+        for place, known in enumerate(found):
+            if known is None:
+                found[place] = self._make(keys[place], things[place])
+        return [known[1] for known in found if known]
 
-    def _make(self, key: Hashable, thing: G) -> T:
-        made = self._work(thing)
+    def _make(self, key: Hashable, thing: G) -> tuple[G, T]:
+        made = (thing, self._work(thing))
         size = OVERHEAD + byte_count(thing, MOST_BYTES)
         if self._bytes + size > MOST_BYTES:
             self._made.clear()
             self._bytes = 0
         if size <= MOST_BYTES:
-            self._made[key] = (thing, made)
+            self._made[key] = made
             self._bytes += size
         return made
 
 
 class KnownMessages:
-    """The messages in the requests of one session, by dialect."""
+    """The messages in the requests of one session, by dialect.
+
+    A request often begins as the one before: as far as it does, its messages are not even told
+    apart.
+    """
 
     def __init__(self) -> None:
         self._read: dict[type[AgentRequest], Once[bytes, list[Json]]] = {}
+        # The beginning of the newest history, up to its last part, and the messages in it.
+        self._begun: dict[type[AgentRequest], tuple[bytes, list[Json]]] = {}
 
     def split(self, kind: type[AgentRequest], body: bytes) -> tuple[bytes, list[Json]]:
         """Return a request with one message in place of all, and all of its messages.
@@ -86,14 +92,25 @@ class KnownMessages:
         if not kind.history:
             return body, []
         read = self._read.setdefault(kind, Once(partial(_messages_in, kind), bytes))
+        begin, messages = self._begun.get(kind, (b"", []))
         try:
             fields = _FIELDS.decode(body)
-            messages = [*chain.from_iterable(read.each(kind.parts(fields[kind.history])))]
+            rest = history = bytes(fields[kind.history])
+            if begin and history.startswith(begin):
+                rest = b"[" + history[len(begin) :]
+            else:
+                messages = []
+            parts = kind.parts(rest)
+            messages = [*messages, *chain.from_iterable(read.each(parts[:-1]))]
+            last = read.each(parts[-1:])
         except (msgspec.MsgspecError, RecursionError, KeyError, ValueError):
-            messages = []
-        if not messages:
             return body, []
-        return msgspec.json.encode(fields | {kind.history: _ANY}), messages
+        if not last:
+            return body, []
+        end = history.rfind(parts[-1])
+        if 0 < end < MOST_BYTES:
+            self._begun[kind] = (history[:end], messages)
+        return msgspec.json.encode(fields | {kind.history: _ANY}), [*messages, *last[0]]
 
 
 def _messages_in(kind: type[AgentRequest], part: bytes) -> list[Json]:

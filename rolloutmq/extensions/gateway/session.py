@@ -206,18 +206,18 @@ class Session:
         begin = [opening] if ask.instructions else []
         readable = self._readable.each([*begin, *self._before(ask), *ask.messages])
         messages = self._delta.in_order(readable)
-        self._check_bytes(ask.tools, self._sizes.each(messages))
+        self._check_bytes(ask.tools, messages)
         return messages
 
     def _make_readable(self, message: dict[str, Any]) -> dict[str, Any]:
         check_storable([message], None)
         return self._delta.readable(message)
 
-    def _check_bytes(self, texts: Any, sizes: Sequence[int] = ()) -> None:
-        """Raise ContextFull for texts, and others of these sizes, that are too long to encode."""
+    def _check_bytes(self, texts: Any, messages: Messages = ()) -> None:
+        """Raise ContextFull for what is too long to be encoded."""
         if context := context_length(self._engine):
             most = BYTES_PER_TOKEN * context
-            if byte_count(texts, most) + sum(sizes) > most:
+            if byte_count(texts, most) + sum(self._sizes.each(messages)) > most:
                 raise ContextFull(_LONG.format(context, f"over {most} bytes"))
 
     def _before(self, ask: Ask) -> Messages:
@@ -351,9 +351,9 @@ class Session:
         else:
             if self._fills_context(len(prompt)):
                 raise ContextFull(self.truncation)
-            if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
-                raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             tokens = np.array(prompt, "<i4")
+            if (most := int(tokens.max())) > (largest := self._delta.largest_token or most):
+                raise ConfigError(f"this model has no token {most}: its last is {largest}")
 
         def begins_with(segment: Segment, end: TurnEnd) -> bool:
             if isinstance(prompt, str):

@@ -116,7 +116,7 @@ class AgentRequest(Fields, ABC):
         return self
 
     @staticmethod
-    def parts(history: msgspec.Raw) -> list[bytes]:
+    def parts(history: bytes) -> list[bytes]:
         """Return the items of `history` as JSON; those that make one message, between commas."""
         return list(map(bytes, ITEMS.decode(history)))
 

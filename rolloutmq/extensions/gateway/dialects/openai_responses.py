@@ -209,7 +209,7 @@ class ResponsesRequest(ToolRequest):
         return list(_messages(items))
 
     @staticmethod
-    def parts(history: msgspec.Raw) -> list[bytes]:
+    def parts(history: bytes) -> list[bytes]:
         parts: list[list[bytes]] = []
         was_of_model = False
         items = map(bytes, ITEMS.decode(history))
