@@ -74,11 +74,8 @@ class ChatDelta:
             return message
         kept = {key: message[key] for key in message if key in names}
         thought = message.get("reasoning_content") or message.get("reasoning")
-        if (
-            thought
-            and message["role"] == "assistant"
-            and not {"reasoning_content", "reasoning"} & {*kept}
-        ):
+        is_read = not kept.keys().isdisjoint(("reasoning_content", "reasoning"))
+        if thought and not is_read and message["role"] == "assistant":
             kept["content"] = f"<think>\n{thought}\n</think>\n\n{message.get('content', '')}"
         if message["role"] == "developer" and "developer" not in names:
             kept["role"] = "system"

@@ -64,7 +64,7 @@ class TrainBatch:
             for n, group in wanted:
                 columns[n] = found[group.gid][name] = np.full(len(group.mask), np.nan, np.float32)
             for update in self.updates:
-                update.batches.fill(columns, getattr(update, column), found)
+                update.batches.fill(columns, getattr(update, column))
         return found
 
     def set_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
@@ -181,15 +181,10 @@ class MicroBatches:
         """Return an optional column for every micro-batch, float32[N]; nan: no value."""
         return self.per_token(self._table.columns(name))
 
-    def fill(
-        self,
-        columns: Sequence[NDArray[np.float32]],
-        values: Sequence[Tensor],
-        gids: Collection[str] | None = None,
-    ) -> None:
-        """Copy float32[N] of every micro-batch into float32[R] of each group, or of `gids`."""
+    def fill(self, columns: Sequence[NDArray[np.float32]], values: Sequence[Tensor]) -> None:
+        """Copy float32[N] of every micro-batch into float32[R] of each group; [0]: not of this."""
         table = self._table
-        wanted = np.array([gids is None or group.gid in gids for group in table.groups], np.bool_)
+        wanted = np.array([len(column) > 0 for column in columns], np.bool_)
         for layout, own in zip(self._layouts, values, strict=True):
             is_wanted = wanted[table.group[layout.chosen]]
             tokens = torch.from_numpy(np.repeat(is_wanted, table.lengths[layout.chosen]))

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from operator import and_, eq
-from typing import Any, NamedTuple
+from typing import Any
 
 from producer_workers.agent_loops.call_json import read_json
 from producer_workers.agent_loops.tokenizer import SYSTEM_ROLES
@@ -40,20 +39,13 @@ def split_thought(text: str) -> tuple[str | None, str]:
     return thought.strip(), text[end:].lstrip()
 
 
-class Said(NamedTuple):
-    """A message without the thought, if it is the model's, and with the ids of its calls."""
-
-    turn: Any
-    thought: str | None
-    calls: list[Any]
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> Said:
-        thought = None
-        turn: Any = message
-        if message["role"] == "assistant":
-            thought, turn = _of_model(message)
-        return cls(turn, thought, [call["id"] for call in message.get("tool_calls", ())])
+def said_in(message: dict[str, Any]) -> tuple[Any, str | None, list[Any]]:
+    """Return a message, the thought that was taken out of it, and the ids of its calls."""
+    ids = [call["id"] for call in message.get("tool_calls", ())]
+    if message["role"] != "assistant":
+        return message, None, ids
+    thought, turn = _of_model(message)
+    return turn, thought, ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,10 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Messages) -> Conversation:
-        return cls.join(list(map(Said.of, messages)))
+        return cls.join(list(map(said_in, messages)))
 
     @classmethod
-    def join(cls, said: Sequence[Said]) -> Conversation:
+    def join(cls, said: Sequence[tuple[Any, str | None, list[Any]]]) -> Conversation:
         turns, thoughts, calls = map(list, zip(*said, strict=True)) if said else ([], [], [])
         numbers: dict[Any, int] = {}
         count = itertools.count()
@@ -88,11 +80,11 @@ class Conversation:
     def shared(self, other: Conversation) -> int:
         """Return how many first messages both have."""
         both = min(len(self.turns), len(other.turns))
-        own, others = self.part(0, both), other.part(0, both)
-        if own.turns == others.turns and own.thoughts == others.thoughts:
+        if self.part(0, both) == other.part(0, both):
             return both
-        thoughts = map(_same_thought, other.thoughts, self.thoughts)
-        return sum(takewhile(bool, map(and_, map(eq, self.turns, other.turns), thoughts)))
+        pairs = zip(self.turns, other.turns, self.thoughts, other.thoughts, strict=False)
+        same = (a == b and thought in (None, known or "") for a, b, thought, known in pairs)
+        return sum(takewhile(bool, same))
 
     def part(self, start: int, end: int | None = None) -> Conversation:
         part = slice(start, end)
@@ -115,10 +107,6 @@ class Conversation:
         return Conversation(
             self.turns + other.turns, self.thoughts + other.thoughts, self.calls + other.calls
         )
-
-
-def _same_thought(known: str | None, given: str | None) -> bool:
-    return given is None or given == (known or "")
 
 
 def _of_model(message: dict[str, Any]) -> tuple[str | None, Any]:

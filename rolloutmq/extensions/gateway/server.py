@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hashlib
 import logging
+import re
 import resource
 import secrets
 import socket
@@ -30,7 +31,7 @@ from rolloutmq.extensions.gateway.dialects.openai_chat import ChatRequest, TextR
 from rolloutmq.extensions.gateway.dialects.openai_responses import ResponsesRequest
 from rolloutmq.extensions.gateway.dialects.vllm_tokens import GenerateRequest
 from rolloutmq.extensions.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
-from rolloutmq.extensions.gateway.known_messages import KnownMessages, with_whole_characters
+from rolloutmq.extensions.gateway.known_messages import Known, split
 from rolloutmq.extensions.gateway.reply import Reply
 from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.session import ContextFull, Session, SessionClosed
@@ -51,6 +52,11 @@ LONGEST_REFUSAL = 4096  # characters of an error message
 MOST_VALUES = 2**20
 
 REPLY = web.RequestKey("reply", Reply)  # of a request
+
+# An escape of JSON: a surrogate pair, half of one (the group), or any other.
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})|\\."
+)
 
 
 DIALECTS: dict[str, type[AgentRequest]] = {
@@ -321,27 +327,26 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
         raise Refusal(503, "the engine died", "interrupted") from error
 
 
-def _parse(kind: type[AgentRequest], body: bytes, known: KnownMessages) -> tuple[AgentRequest, Ask]:
-    """Return the request in `body`, perhaps without its messages, and what it asks, with them."""
+def _parse(kind: type[AgentRequest], body: bytes, known: Known) -> tuple[AgentRequest, Ask]:
+    """Return the request in `body`, perhaps without its messages, and what it asks, with them.
+
+    Halves of surrogate pairs are replaced by U+FFFD.
+    """
     is_large = 4 * len(body) > MOST_VALUES
     if is_large and body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
         raise Refusal(413, "this request has too many values to be read", "request_too_large")
-    short, messages = known.split(kind, body)
-    asked = _validated(kind, short)
+    body, messages = split(kind, body, known)
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError:
+        text = body.decode(errors="replace")
+        whole = _ESCAPE.sub(lambda found: "\ufffd" if found[1] else found[0], text).encode()
+        try:
+            asked = kind.model_validate_json(whole)
+        except ValidationError as error:
+            raise _faults(error) from error
     ask = asked.ask()
     return asked, replace(ask, messages=messages) if messages else ask
-
-
-def _validated(kind: type[AgentRequest], body: bytes) -> AgentRequest:
-    """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError:
-        whole = with_whole_characters(body)
-    try:
-        return kind.model_validate_json(whole)
-    except ValidationError as error:
-        raise _faults(error) from error
 
 
 def _faults(error: ValidationError) -> Refusal:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -39,9 +37,9 @@ from producer_workers.agent_loops.tokenizer import (
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.datasets.row_values import byte_count
 from producer_workers.engines.base import Engine, FinishReason, Generation, context_length
-from rolloutmq.extensions.gateway.history import Conversation, Messages, Said
+from rolloutmq.extensions.gateway.history import Conversation, Messages, said_in
 from rolloutmq.extensions.gateway.kept_turns import TurnWriter
-from rolloutmq.extensions.gateway.known_messages import KnownMessages, Once
+from rolloutmq.extensions.gateway.known_messages import Continued, Known
 from rolloutmq.extensions.gateway.segment import Segment, TurnEnd, continued_by, why_new
 from rolloutmq.extensions.gateway.session_record import check_storable
 from rolloutmq.extensions.gateway.turn import Ask, SampledTurn, TokenBudget, as_openai
@@ -123,11 +121,11 @@ class Session:
         self.segments = [*finished]
         self.unsent: list[Segment] = []  # their last turns: a program may have got no answer
         self.interrupted = asyncio.Event()
-        self.known = KnownMessages()
-        self._readable = Once(self._make_readable)
-        self._said = Once(Said.of)
-        self._sizes = Once(partial(byte_count, most=sys.maxsize))
-        self._opening: dict[str, Any] = {"content": ""}  # the newest instructions
+        self.known: Known = {}
+        self._opening = Continued(lambda text: {"role": "system", "content": text}, str)
+        self._readable = Continued(self._make_readable)
+        self._sizes = Continued(lambda message: byte_count(message, 2**62))
+        self._said = Continued(said_in)
 
     @property
     def is_full(self) -> bool:
@@ -200,11 +198,8 @@ class Session:
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
         check_storable([], ask.tools)
-        opening = self._opening
-        if ask.instructions != opening["content"]:
-            opening = self._opening = {"role": "system", "content": ask.instructions}
-        begin = [opening] if ask.instructions else []
-        readable = self._readable.each([*begin, *self._before(ask), *ask.messages])
+        opening = self._opening.each([ask.instructions] if ask.instructions else [])
+        readable = self._readable.each([*opening, *self._before(ask), *ask.messages])
         messages = self._delta.in_order(readable)
         self._check_bytes(ask.tools, messages)
         return messages

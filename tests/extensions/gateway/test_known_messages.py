@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-from rolloutmq.extensions.gateway import known_messages
 from rolloutmq.extensions.gateway.agents import AgentTask
 from rolloutmq.extensions.gateway.guests import Refusal
-from rolloutmq.extensions.gateway.known_messages import OVERHEAD, KnownMessages, Once
-from rolloutmq.extensions.gateway.server import DIALECTS, _parse, _validated
+from rolloutmq.extensions.gateway.known_messages import Continued, Known
+from rolloutmq.extensions.gateway.server import DIALECTS, _parse
 from tests.extensions.gateway.test_recorded_tokens import EDITS, LINES, play
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 from tests.thoroughness import examples
@@ -119,24 +118,21 @@ def asked(read: Any) -> tuple[str, Any]:
     return repr(ask.messages), repr((ask.tools, ask.instructions, ask.max_tokens))
 
 
-@pytest.mark.parametrize("most", [known_messages.MOST_BYTES, 3000])
 @pytest.mark.parametrize("path", ITEMS)
-def test_requests_are_read_as_if_each_were_the_first(
-    path: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(known_messages, "MOST_BYTES", most)
+def test_requests_are_read_as_if_each_were_the_first(path: str) -> None:
     kind = DIALECTS[path]
+    whole = type("Whole", (kind,), {"history": ""})  # reads every request as a whole
 
     @settings(max_examples=examples(400), deadline=None)
     @given(conversations(ANYWHERE + ITEMS[path]))
     def check(requests: Any) -> None:
-        known = KnownMessages()
+        known: Known = {}
         items: list[bytes] = []
         for body, (start, end, more) in requests:
             items = items[:start] + items[start + end // 5 :] + more
             filled = body % (kind.history.encode(), b",".join(items))
             again = asked(lambda body=filled: _parse(kind, body, known)[1])
-            assert again == asked(lambda body=filled: _validated(kind, body).ask())
+            assert again == asked(lambda body=filled: _parse(whole, body, {})[1])
 
     check()
 
@@ -162,22 +158,28 @@ def test_a_session_records_the_same_if_it_keeps_nothing_of_what_it_has_read(
         await play(task, steps, [])
 
     recorded = []
-    for most in (known_messages.MOST_BYTES, 0):
+    for each in (Continued.each, lambda self, items: list(map(self._work, items))):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(known_messages, "MOST_BYTES", most)
+            patched.setattr(Continued, "each", each)
             engine = Recorder(chat, ["".join(lines[n % len(lines)]) for n in range(9)])
             states = run(loop_of(chat, agent, train="all"), engine, questions("x", max_tokens=9999))
         recorded.append(group_bytes.encode(RolloutGroup("math-0000000001", "math", states)))
     assert recorded[0] == recorded[1]
 
 
-def test_what_is_kept_is_bounded_and_an_id_is_of_one_object(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(known_messages, "MOST_BYTES", 10 * OVERHEAD)
-    once = Once(json.dumps)
-    for n in range(1000):  # each object may get the id of one before
-        assert once.each([{"n": n}]) == [f'{{"n": {n}}}']
-        assert len(once._made) < 10
-    assert once.each([large := {"a": "x" * 10 * OVERHEAD}]) == [json.dumps(large)]
-    assert not any(thing is large for thing, _ in once._made.values())
+class Item:
+    """An object that has the id of one before, as soon as that one is gone."""
+
+
+def test_only_the_newest_list_is_kept_and_an_id_is_of_one_object() -> None:
+    made = iter(range(10_000))
+    continued = Continued[Item, int](lambda _: next(made))
+    assert continued.each([]) == []
+    item = Item()
+    gone = weakref.ref(item)
+    assert continued.each([item, Item()]) == [0, 1]
+    assert continued.each([Item(), item]) == [2, 0]
+    del item
+    for n in range(3, 1000, 3):
+        assert continued.each([Item(), Item(), Item()]) == [n, n + 1, n + 2]
+    assert gone() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Annotated, Any
 
 import msgspec
@@ -51,66 +52,54 @@ class _Head(msgspec.Struct):
     role: Any = ""
     type: Any = ""
 
+    @property
+    def is_of_model(self) -> bool:
+        return self.role == "assistant" or self.type not in _OTHERS
+
 
 _HEADS = msgspec.json.Decoder(list[_Head])
 
 
-class _Conversation:
-    """The messages of chat completions that input items are."""
+def _add(messages: list[Json], item: Any) -> None:
+    """Add an input item to messages of chat completions."""
+    match item:
+        case {"role": "assistant", "content": content}:
+            _turn(messages, "content")["content"] = joined_text(content, _TEXTS)
+        case {"role": str(role), "content": content}:
+            messages.append({"role": role, "content": joined_text(content, _TEXTS)})
+        case {"type": "reasoning"}:
+            _turn(messages, "reasoning_content")["reasoning_content"] = _thought(item)
+        case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
+            _add_call(messages, call, _whole_name(item.get("namespace"), name), given)
+        case {"type": "custom_tool_call", "call_id": str(call), "name": name, "input": str(text)}:
+            _add_call(messages, call, name, _arguments_with(text))
+        case {
+            "type": "function_call_output" | "custom_tool_call_output",
+            "call_id": str(call),
+            "output": said,
+        }:
+            text = result_text(said, _TEXTS)
+            messages.append({"role": "tool", "tool_call_id": call, "content": text})
+        case {"type": kind}:
+            raise ValueError(f"items of type {kind} cannot be recorded for training")
+        case _:
+            raise ValueError("an item has a type, or a role and content")
 
-    def __init__(self) -> None:
-        self.messages: list[Json] = []
-        self._turn: Json | None = None  # the model's, which further items may belong to
 
-    def add(self, item: Any) -> None:
-        match item:
-            case {"role": "assistant", "content": content}:
-                self._part("content", joined_text(content, _TEXTS))
-            case {"role": str(role), "content": content}:
-                self._other({"role": role, "content": joined_text(content, _TEXTS)})
-            case {"type": "reasoning"}:
-                self._part("reasoning_content", _thought(item))
-            case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
-                function = {"name": _whole_name(item.get("namespace"), name), "arguments": given}
-                self._call({"id": call, "type": "function", "function": function})
-            case {
-                "type": "custom_tool_call",
-                "call_id": str(call),
-                "name": name,
-                "input": str(text),
-            }:
-                function = {"name": name, "arguments": _arguments_with(text)}
-                self._call({"id": call, "type": "function", "function": function})
-            case {
-                "type": "function_call_output" | "custom_tool_call_output",
-                "call_id": str(call),
-                "output": said,
-            }:
-                text = result_text(said, _TEXTS)
-                self._other({"role": "tool", "tool_call_id": call, "content": text})
-            case {"type": kind}:
-                raise ValueError(f"items of type {kind} cannot be recorded for training")
-            case _:
-                raise ValueError("an item has a type, or a role and content")
+def _add_call(messages: list[Json], call: str, name: Any, arguments: Any) -> None:
+    function = {"name": name, "arguments": arguments}
+    calls = _turn(messages).setdefault("tool_calls", [])
+    calls.append({"id": call, "type": "function", "function": function})
 
-    def _part(self, name: str, text: str | None) -> None:
-        """Begin a turn of the model, or complete one that has no such part and no calls yet."""
-        if self._turn is None or name in self._turn or "tool_calls" in self._turn:
-            self._turn = self._begin()
-        self._turn[name] = text
 
-    def _call(self, call: Json) -> None:
-        if self._turn is None:
-            self._turn = self._begin()
-        self._turn.setdefault("tool_calls", []).append(call)
-
-    def _begin(self) -> Json:
-        self.messages.append({"role": "assistant"})
-        return self.messages[-1]
-
-    def _other(self, message: Json) -> None:
-        self._turn = None
-        self.messages.append(message)
+def _turn(messages: list[Json], part: str = "") -> Json:
+    """Return the turn of the model at the end, or a new one: behind calls, or a second `part`."""
+    last = messages[-1] if messages else {}
+    is_over = part and (part in last or "tool_calls" in last)
+    if is_over or last.get("role") != "assistant":
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
 
 
 def _thought(item: Json) -> str | None:
@@ -124,10 +113,10 @@ def _messages(given: Any) -> Any:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    conversation = _Conversation()
+    messages: list[Json] = []
     for item in given:
-        conversation.add(item)
-    return [plain_message(message) for message in conversation.messages]
+        _add(messages, item)
+    return list(map(plain_message, messages))
 
 
 def _arguments_with(text: str) -> str:
@@ -210,17 +199,9 @@ class ResponsesRequest(ToolRequest):
 
     @staticmethod
     def parts(history: bytes) -> list[bytes]:
-        parts: list[list[bytes]] = []
-        was_of_model = False
-        items = map(bytes, ITEMS.decode(history))
-        for item, head in zip(items, _HEADS.decode(history), strict=True):
-            is_of_model = head.role == "assistant" or head.type not in _OTHERS
-            if is_of_model and was_of_model:
-                parts[-1].append(item)
-            else:
-                parts.append([item])
-            was_of_model = is_of_model
-        return [b",".join(part) for part in parts]
+        items = zip(_HEADS.decode(history), map(bytes, ITEMS.decode(history)), strict=True)
+        runs = groupby(items, lambda item: item[0].is_of_model)
+        return [b",".join(item for _, item in run) for _, run in runs]
 
     def ask(self) -> Ask:
         return Ask(
