@@ -124,7 +124,7 @@ class Session:
         self.known: Known = {}
         self._opening = Continued(lambda text: {"role": "system", "content": text}, str)
         self._readable = Continued(self._make_readable)
-        self._sizes = Continued(lambda message: byte_count(message, 2**62))
+        self._sizes = Continued[Any, int](lambda message: byte_count(message, 2**62))
         self._said = Continued(said_in)
 
     @property
