@@ -1,6 +1,6 @@
 """Wait for turns under a limit that all processes share (`buffer.control.call_limit`).
 
-    async with turns.turn(tokens) as turn:      # waits here; other limits of time begin inside
+    async with turns.turn(tokens) as turn:      # waits here; limits of time stand still meanwhile
         answer = await …
         turn.used(answer.tokens)                # or turn.refused(seconds), after a 429
 
@@ -25,6 +25,7 @@ from buffer.control.call_limit import MOST_WANTED, Caller, CallerState, CallLimi
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.redis.retry import LogOnce
 from buffer.redis.store import Store
+from producer_workers.work_time import waiting_call
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -81,8 +82,8 @@ class Turns:
         return self._unbegun
 
     @asynccontextmanager
-    async def turn(self, tokens: int = 0) -> AsyncIterator[Turn]:
-        """Wait for the turn of a call that uses at most `tokens`.
+    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
+        """Wait for the turn of a call that uses at most `tokens`; `request`: see `waiting_call`.
 
         Raises RolloutMQError for a call with more tokens than the quota of a minute.
         """
@@ -95,18 +96,20 @@ class Turns:
         self._waiting.append(turn)
         self._unbegun += 1
         self._ask_soon()
-        try:
+        with waiting_call(request) as call:
             try:
-                await turn.begins
+                try:
+                    await turn.begins
+                finally:
+                    self._unbegun -= 1
+                call.begin()
+                yield turn
             finally:
-                self._unbegun -= 1
-            yield turn
-        finally:
-            if turn.has_permit:
-                self._end(turn)
-            else:
-                self._waiting.remove(turn)
-                self._changed.set()
+                if turn.has_permit:
+                    self._end(turn)
+                else:
+                    self._waiting.remove(turn)
+                    self._changed.set()
 
     def _end(self, turn: Turn) -> None:
         self._state.ended += 1

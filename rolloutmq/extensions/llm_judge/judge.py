@@ -150,18 +150,23 @@ class LlmJudge(Judge):
         known = await asyncio.to_thread(self._verdicts.find, digest) if self._verdicts else None
         if known is not None:
             return Verdict(*orjson.loads(known))
-        said = await self._say(body)
+        kept = b""
         try:
-            verdict = asked.read(said)
-        except VerdictUnreadable:
-            again = [
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": JSON_AGAIN},
-            ]
-            verdict = asked.read(await self._say({**body, "messages": [*asked.messages, *again]}))
-        if self._verdicts:
-            await asyncio.to_thread(self._verdicts.note, digest, orjson.dumps([*verdict]))
-        return verdict
+            said = await self._say(body)
+            try:
+                verdict = asked.read(said)
+            except VerdictUnreadable:
+                again = [
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": JSON_AGAIN},
+                ]
+                said = await self._say({**body, "messages": [*asked.messages, *again]})
+                verdict = asked.read(said)
+            kept = orjson.dumps([*verdict])
+            return verdict
+        finally:  # an answer without a verdict has used tokens, too
+            if self._verdicts:
+                await asyncio.to_thread(self._verdicts.note, digest, kept)
 
     async def _say(self, body: dict[str, Any]) -> str:
         """Return what the model answers, and count its tokens. Raises JudgeError."""
