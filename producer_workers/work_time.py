@@ -9,11 +9,12 @@ while anything in it is known to work, and what holds a turn is always limited.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 AGENT: ContextVar[str] = ContextVar("agent", default="")
 """The name, GID/INDEX, by which the requests of an agent's sessions find its limit."""
@@ -23,33 +24,48 @@ _NAMED: dict[str, Work] = {}
 
 
 class Work:
-    """`end` is called once this has worked for `left_s` seconds."""
+    """A block; `end` is called once it has worked for `limit_s` seconds.
 
-    def __init__(self, whole: Work | None, *, is_waiting: bool = False) -> None:
-        self._whole = whole
+    `is_waiting`: until `begin`. `request`: of an engine, for which the work of its agent or group,
+    with that `name`, waits. By default, it is a part of the work around it.
+    """
+
+    def __init__(
+        self,
+        limit_s: float = math.inf,
+        end: Callable[[], object] | None = None,
+        name: str = "",
+        *,
+        is_waiting: bool = False,
+        request: str = "",
+    ) -> None:
+        while request and request not in _NAMED:
+            request = request.rpartition("/")[0]
+        self._whole = _NAMED.get(request) or _WITHIN.get()
         self._parts = set[Work]()
         self._is_waiting = is_waiting
-        self.left_s = 0.0
-        self.end: Callable[[], object] | None = None
+        self._left_s, self._end, self._name = limit_s, end, name
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def going_on(self) -> Iterator[Work]:
-        """Make whatever the block starts a part of this work."""
+    def __enter__(self) -> Self:
+        if self._name:
+            _NAMED[self._name] = self
         if self._whole:
             self._whole._parts.add(self)
-        token = _WITHIN.set(self)
+        self._token = _WITHIN.set(self)
         self._changed()
-        try:
-            yield self
-        finally:
-            _WITHIN.reset(token)
-            self.end = None
-            if self._timer:
-                self._timer.cancel()
-            if self._whole:
-                self._whole._parts.discard(self)
-                self._whole._changed()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _WITHIN.reset(self._token)
+        self._end = None
+        if self._timer:
+            self._timer.cancel()
+        if _NAMED.get(self._name) is self:
+            del _NAMED[self._name]
+        if self._whole:
+            self._whole._parts.discard(self)
+            self._whole._changed()
 
     def begin(self) -> None:
         self._is_waiting = False
@@ -63,50 +79,25 @@ class Work:
         """Stop the limit if this work waits now, else let it go on; then that of the whole."""
         loop = asyncio.get_running_loop()
         if self._timer and self._waits:
-            self.left_s = self._timer.when() - loop.time()
+            self._left_s = self._timer.when() - loop.time()
             self._timer.cancel()
             self._timer = None
-        elif self.end and not self._timer and not self._waits:
-            self._timer = loop.call_later(self.left_s, self._expire)
+        elif self._end and not self._timer and not self._waits:
+            self._timer = loop.call_later(self._left_s, self._expire)
         if self._whole:
             self._whole._changed()
 
     def _expire(self) -> None:
-        end, self.end = self.end, None
+        end, self._end = self._end, None
         if end:
             end()
-
-
-@contextmanager
-def waiting_call(request: str = "") -> Iterator[Work]:
-    """Enter a call that waits until `Work.begin`; `request`: of which engine request it is."""
-    while request and request not in _NAMED:  # by its own agent, else by its group
-        request = request.rpartition("/")[0]
-    with Work(_NAMED.get(request) or _WITHIN.get(), is_waiting=True).going_on() as call:
-        yield call
-
-
-@contextmanager
-def time_limit(limit_s: float, end: Callable[[], object], name: str = "") -> Iterator[None]:
-    """Call `end` once the block has worked for `limit_s` seconds."""
-    name = name or AGENT.get()
-    work = Work(_WITHIN.get())
-    work.left_s, work.end = limit_s, end
-    if name:
-        _NAMED[name] = work
-    try:
-        with work.going_on():
-            yield
-    finally:
-        if _NAMED.get(name) is work:
-            del _NAMED[name]
 
 
 @asynccontextmanager
 async def timeout(limit_s: float) -> AsyncIterator[None]:
     """Raise TimeoutError out of a block that has worked for `limit_s` seconds."""
     async with asyncio.timeout(None) as limit:
-        with time_limit(limit_s, partial(limit.reschedule, 0.0)):
+        with Work(limit_s, partial(limit.reschedule, 0.0), AGENT.get()):
             yield
 
 

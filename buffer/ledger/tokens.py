@@ -19,24 +19,24 @@ from buffer.redis.store import Store
 USED = ("trained", "evaluated")
 """Rows of tokens that served what they were sampled for."""
 
+MOST_GROUPS = 5000
+"""Groups that wait, run or are taken, which are read one by one, in 10 ms of the server."""
+
 _COUNTED = ("sampled", "prompt", "again", *TOKEN_ROWS)
-_STAGES = ("waiting", "running", "taken")
-_FIELDS = " ".join(f"tokens_{name}" for name in _COUNTED)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
     """Tokens of one task, or of all.
 
-    `sampled`: in groups and rows. `stages`: of them, in groups that wait, run or are taken.
-    `reported`: beside these, with workers, as their last heartbeats said. `prompt`: read by the
-    engines, `again` after resumes.
+    `sampled`: in groups and rows. `reported`: beside these, with workers, as their last heartbeats
+    said. `stages`: all that is in no row. `prompt`: read by the engines, `again` after resumes.
     """
 
     sampled: int
+    reported: int
     rows: Mapping[str, int]
     stages: Mapping[str, int]
-    reported: int = 0
     prompt: int = 0
     again: int = 0
 
@@ -55,34 +55,33 @@ class TokenAccount:
     @property
     def table(self) -> dict[str, int]:
         """Return all rows, stages too; their sum is `total`."""
-        return {
-            **self.rows,
-            "waiting": self.stages["waiting"],
-            "running": self.stages["running"] + self.reported,
-            "pool": self.in_groups - sum(self.stages.values()),
-            "taken": self.stages["taken"],
-        }
+        return {**self.rows, **self.stages}
 
     @classmethod
     def of_all(cls, accounts: Sequence[TokenAccount]) -> TokenAccount:
-        rows, stages = Counter(dict.fromkeys(TOKEN_ROWS, 0)), Counter(dict.fromkeys(_STAGES, 0))
+        rows, stages = Counter[str](), Counter[str]()
         for account in accounts:
             rows.update(account.rows)
             stages.update(account.stages)
         counts = ("sampled", "reported", "prompt", "again")
-        sums = {name: sum(getattr(each, name) for each in accounts) for name in counts}
+        sums = {n: sum(getattr(a, n) for a in accounts) for n in counts}
         return cls(rows=rows, stages=stages, **sums)
 
 
 def read_tokens(store: Store, keys: Keys, tasks: Sequence[str]) -> dict[str, TokenAccount]:
     """Return the accounts of some tasks, as of one instant for all."""
-    units = [keys.slots(task=task) for task in tasks]
-    reply = store.call("tokens", keys.slots(), {"fields": _FIELDS}, units, tasks)
-    names = (*_COUNTED, *_STAGES, "reported")
-    numbers = iter(map(int, reply[1:]))
-    found = {}
+    fields = " ".join(f"tokens_{name}" for name in _COUNTED)
+    args = {"fields": fields, "limit": MOST_GROUPS}
+    reply = store.call("tokens", keys.slots(), args, [keys.slots(task=t) for t in tasks], tasks)
+    numbers, found = iter(reply[1:]), {}
     for task in tasks:
-        of = {name: next(numbers) for name in names}
-        rows, stages = ({name: of.pop(name) for name in part} for part in (TOKEN_ROWS, _STAGES))
-        found[task] = TokenAccount(rows=rows, stages=stages, **of)
+        sampled, prompt, again = (int(next(numbers)) for _ in range(3))
+        rows = {name: int(next(numbers)) for name in TOKEN_ROWS}
+        reported, waiting, running, taken = (int(next(numbers)) for _ in range(4))
+        rest = sampled - sum(rows.values())
+        stages = {"in_groups": rest, "running": reported}
+        if running >= 0:  # else they are too many
+            stages = {"waiting": waiting, "running": running + reported, "taken": taken}
+            stages["pool"] = rest - waiting - running - taken
+        found[task] = TokenAccount(sampled, reported, rows, stages, prompt, again)
     return found

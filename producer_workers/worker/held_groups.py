@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from buffer.job import Job
 from buffer.limits import RunLimits
 from buffer.wire.rollout import PolicyVersion, RolloutState, has_ended
-from producer_workers.work_time import time_limit
+from producer_workers.work_time import Work
 from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 from producer_workers.worker.shared_engine import SharedEngine
 
@@ -143,9 +143,6 @@ class HeldGroups:
     @contextmanager
     def time_limit(self, job: Job, limit_s: float | None) -> Iterator[None]:
         """End a job that has worked in here for `limit_s` seconds, in the same way."""
-        if limit_s is None:
-            yield
-            return
 
         def end() -> None:
             if job not in self._cancel_at:
@@ -153,7 +150,7 @@ class HeldGroups:
                 self._end_soon([job])
                 self._inbox.post(Signal.GROUP_IS_LATE)
 
-        with time_limit(limit_s, end, job.gid):
+        with Work(limit_s or math.inf, end, job.gid):
             yield
 
     def _end_soon(self, jobs: Iterable[Job]) -> None:

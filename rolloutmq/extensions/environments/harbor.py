@@ -81,8 +81,8 @@ class HarborAgent:
 
     `trial`: keys of Harbor's TrialConfig, with the agent. `reward` is the key of the tests' reward
     that becomes the score. After an error in `scored_errors`, beside those in SCORED_ERRORS, the
-    tests' reward counts. An error in `skipped_errors` skips the group, as a key `skip` of the reward
-    does that is not 0. `trials_dir` keeps the folders of trials.
+    tests' reward counts. An error in `skipped_errors` skips the group, as does a key `skip` of the
+    reward that is not 0. `trials_dir` keeps the folders of trials.
     """
 
     resumable = False

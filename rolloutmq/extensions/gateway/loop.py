@@ -227,7 +227,7 @@ class GatewayAgentLoop(AgentLoop):
             )
 
         try:
-            earned = await self._run(begin, sessions, gid, name)
+            earned = await self._run(begin, sessions, name)
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
             earned = {EVERY_ROLE: dict(error.earned)} if error.earned and not self._judge else None
@@ -263,12 +263,10 @@ class GatewayAgentLoop(AgentLoop):
         session.unsent = [*finished] if self.answers_again else []
         return session
 
-    async def _run(
-        self, begin: Begin, sessions: AgentSessions, gid: str, name: str
-    ) -> Earned | None:
+    async def _run(self, begin: Begin, sessions: AgentSessions, name: str) -> Earned | None:
         async def play() -> Earned | None:
-            turns = self._turns(split_group_id(gid)[0]) if self._turns else None
-            async with turns.turn() if turns else nullcontext():
+            task = split_group_id(name.partition("/")[0])[0]
+            async with self._turns(task).turn() if self._turns else nullcontext():
                 AGENT.set(name)
                 return await self._agent.run(begin)
 
