@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from buffer.redis.key_table import TOKEN_ROWS
 from buffer.redis.keys import Keys
+from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
 USED = ("trained", "evaluated")
@@ -71,7 +72,7 @@ class TokenAccount:
 def read_tokens(store: Store, keys: Keys, tasks: Sequence[str]) -> dict[str, TokenAccount]:
     """Return the accounts of some tasks, as of one instant for all."""
     fields = " ".join(f"tokens_{name}" for name in _COUNTED)
-    args = {"fields": fields, "limit": MOST_GROUPS}
+    args: dict[str, Arg] = {"fields": fields, "limit": MOST_GROUPS}
     reply = store.call("tokens", keys.slots(), args, [keys.slots(task=t) for t in tasks], tasks)
     numbers, found = iter(reply[1:]), {}
     for task in tasks:
