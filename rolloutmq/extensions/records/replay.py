@@ -40,6 +40,7 @@ from consumer.handle.checkpoint import CheckpointFolder, state_paths
 from consumer.handle.ranks import Ranks, on_all_ranks
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
+from rolloutmq.config.kept_config import keep_config, read_config
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.step_file import StepFile, config_of, link_checkpoint
 from rolloutmq.launch.terms import keep_terms, terms_of
@@ -104,13 +105,14 @@ class Phase(NamedTuple):
 class Replay:
     """A replay of the run in folder `parent`, whose config is `own`, in the folder of the phases.
 
-    All phases but the last train as the run did.
+    All phases but the last train as the run did; `overrides` are in the last one's config.
     """
 
     parent: Path
     archive: Archive
     own: Config
     phases: Sequence[Phase]
+    overrides: Sequence[str]
 
     @property
     def folder(self) -> Path:
@@ -203,6 +205,7 @@ class Replay:
                 nonce, model = new_nonce(), str(self.own.model_folder)
                 write_nonce(self.folder, nonce)
                 Run.create(store, config.run.name, nonce, config.limits(0), FIRST_WEIGHTS, model)
+                keep_config(config, read_config(self.parent), self.overrides)
                 if begin := self.phases[0].first - 1:
                     link_checkpoint(
                         CheckpointFolder(self.parent / "checkpoints").path(begin),
@@ -271,7 +274,7 @@ def prepare(
     phases = [Phase(changed, start + 1, last, is_own=not (overrides or judges))]
     if begin < start:
         phases.insert(0, Phase(unchanged, begin + 1, start, is_own=True))
-    return Replay(parent, archive, own, phases)
+    return Replay(parent, archive, own, phases, [*overrides, *judges])
 
 
 def check_steps(archive: Archive, begin: int, start: int, last: int, kept: Sequence[int]) -> None:
