@@ -156,7 +156,7 @@ bench-peers: setup ##measure put and take next to TransferQueue, Ray's queue, Pi
 	@OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TQ_LOGGING_LEVEL=ERROR build/peers/bin/python -m benchmarks.peers
 
 .PHONY: bench-crash
-bench-crash: setup ## kill each process of a run at set moments: seconds to the next committed step, what is done again; half an hour
+bench-crash: setup ## kill each process of a run at set moments: seconds to the next committed step, what is done again; four minutes
 	@$(PY) -m benchmarks.crash --update
 
 .PHONY: bench-turns

@@ -1,8 +1,8 @@
 """`python -m benchmarks.call_limit`: 64 workers under one limit, against a server that counts.
 
-Two runs share 600 requests a minute: 48 workers and 16, each with more calls than it may make. A
-process with eight workers is killed (SIGKILL) every 15 s, and started again. Then the server
-refuses calls for a moment. What is counted is what arrives at the server.
+Two runs share 600 requests a minute: 48 workers and 16, each with more calls than it may make.
+Processes with eight workers are killed (SIGKILL) and started again. Then the server refuses calls
+for a moment. What is counted is what arrives at the server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ RUNS = {"a": 6, "b": 2}
 """Processes of each run; each has eight workers."""
 WORKERS = 8
 CALLS = 4  # that each worker has open at once
-KILL_S = 15.0
 REFUSAL_S = 5.0
 MINUTE_S = 60.0
 
@@ -122,7 +121,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure(
-    limit: CallLimit, steady_s: float, recovery_s: float
+    limit: CallLimit, steady_s: float, kills: int, recovery_s: float
 ) -> tuple[Counting, float, float]:
     """Return the server, when steady operation began, and when it began to refuse."""
     server = Counting()
@@ -136,12 +135,13 @@ async def measure(
             while len({each.process for each in server.arrivals}) < len(fleet):
                 await asyncio.sleep(0.1)
             began_s = time.monotonic()
-            for number in range(int(steady_s / KILL_S)):
-                await asyncio.sleep(KILL_S)
+            for number in range(kills):
+                await asyncio.sleep(steady_s / (kills + 1))
                 victim = 3 * number % len(fleet)
                 await asyncio.to_thread(end, fleet[victim])
                 run = "a" if victim < RUNS["a"] else "b"
                 fleet[victim] = start(embedded.url, service, run, *args)
+            await asyncio.sleep(began_s + steady_s - time.monotonic())
             refused_s = time.monotonic()
             server.refuses_until_s = refused_s + REFUSAL_S
             await asyncio.sleep(recovery_s)
@@ -182,12 +182,13 @@ def draw(times: list[float], began_s: float, refused_s: float, limit: int, file:
 def main(
     per_minute: Annotated[int, typer.Option(help="the limit")] = 600,
     steady_s: Annotated[float, typer.Option(help="time with kills, which is counted")] = 60.0,
+    kills: Annotated[int, typer.Option(help="processes killed in that time, evenly")] = 1,
     recovery_s: Annotated[float, typer.Option(help="time after a refusal")] = 76.0,
     plot: Annotated[Path | None, typer.Option(help="file for a picture")] = None,
 ) -> None:
     """Print what arrived: most in any minute, share of the limit, shares of the two runs."""
     limit = CallLimit("bench", requests_per_minute=per_minute)
-    server, began_s, refused_s = asyncio.run(measure(limit, steady_s, recovery_s))
+    server, began_s, refused_s = asyncio.run(measure(limit, steady_s, kills, recovery_s))
     times = [each.at_s for each in server.arrivals]
     steady = [each for each in server.arrivals if began_s <= each.at_s < refused_s]
     shares = Counter(each.run for each in steady)
@@ -201,7 +202,7 @@ def main(
     for name, value in {
         "most requests in any minute": most_in(times, MINUTE_S),
         "share of the limit used, with kills": round(used, 3),
-        "processes killed": int(steady_s / KILL_S),
+        "processes killed": kills,
         "share of run b, with a quarter of the workers": round(shares["b"] / len(steady), 3),
         "refused calls": len(refused),
         "requests a minute, 0 to 10 s after the refusal": rates[10],

@@ -199,11 +199,32 @@ def rows(trials: Sequence[Trial]) -> Iterator[str]:
             yield f"| {' | '.join(map(str, cells))} |"
 
 
+def draw(trials: Sequence[Trial], file: Path) -> None:
+    """Draw the seconds of each kill, one row for each victim."""
+    from matplotlib.figure import Figure as Canvas  # not in every worker
+
+    victims = list(dict.fromkeys(trial.victim for trial in trials))
+    canvas = Canvas(figsize=(9, 3), layout="constrained")
+    axes = canvas.add_subplot()
+    for server, marker in {"always": "o", "everysec": "x"}.items():
+        of = [trial for trial in trials if trial.server == server]
+        rows_of = [victims.index(trial.victim) for trial in of]
+        axes.scatter([trial.seconds for trial in of], rows_of, marker=marker, label=server)
+    axes.set_yticks(range(len(victims)), victims)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds until the next committed step")
+    axes.grid(alpha=0.3)
+    axes.legend(title="appendfsync")
+    canvas.savefig(file, dpi=110)
+
+
 def write(trials: Sequence[Trial], facts: dict[str, str]) -> None:
-    """Write results and the table of the README."""
+    """Write results, the picture, and the table of the README."""
     found = {"machine": facts, "trials": [trial._asdict() for trial in trials]}
     results = orjson.dumps(found, option=orjson.OPT_INDENT_2)
     (HERE / "results" / "crash.json").write_bytes(results)
+    draw(trials, HERE / "results" / "crash.png")
     shown = ", ".join(f"{name} {value}" for name, value in facts.items())
     fill_in(HERE / "README.md", MARK, [*rows(trials), "", f"{shown}."])
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.archive import archive
 from benchmarks.codec import codec, pack
 from benchmarks.engine import engine
 from benchmarks.figure import Figure
@@ -39,6 +40,8 @@ class Size:
     paused_workers: int
     crowds: tuple[int, ...]
     """workers that cost the server"""
+    archived: tuple[int, int]
+    """groups in an archived batch, of 166 KB and of 2.6 MB"""
     engine_groups: int
     engine_rounds: int
     """0: no vLLM engine is started"""
@@ -55,6 +58,7 @@ FULL = Size(
     pauses=150,
     paused_workers=64,
     crowds=(1, 10, 100, 1000, 5000),
+    archived=(64, 32),
     engine_groups=64,
     engine_rounds=3,
 )
@@ -69,6 +73,7 @@ QUICK = Size(
     pauses=10,
     paused_workers=64,
     crowds=(1, 30, 100),
+    archived=(64, 8),
     engine_groups=48,
     engine_rounds=2,
 )
@@ -83,6 +88,7 @@ TINY = Size(
     pauses=2,
     paused_workers=2,
     crowds=(1, 2),
+    archived=(1, 1),
     engine_groups=1,
     engine_rounds=0,
 )
@@ -126,6 +132,10 @@ def _tokens(server: BenchServer, size: Size) -> Iterator[Figure]:
     return token_rows(server, 2 * size.steps, (0, 1, 2, 4, 8) if size.steps > 1 else (0,))
 
 
+def _archive(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return archive(server, size.archived, size.rounds)
+
+
 def _pause(server: BenchServer, size: Size) -> Iterator[Figure]:
     return pause(server, size.pauses, size.paused_workers)
 
@@ -154,11 +164,12 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "idle": _idle,
     "stragglers": _stragglers,
     "tokens": _tokens,
+    "archive": _archive,
     "engine": _engine,
     "weights": _weights,
 }
 IN_MEMORY_ONLY = {"scaling", "memory", "codec", "stragglers"}
-DURABLE_ONLY = {"idle", "tokens", "engine", "weights"}
+DURABLE_ONLY = {"idle", "tokens", "archive", "engine", "weights"}
 
 
 def run_suite(names: list[str], size: Size) -> Iterator[Figure]:

@@ -59,6 +59,7 @@ KEYWORDS = {
     "docs/pages/engines.md": ["tensor parallel", "colocated", "LoRA"],
     "docs/pages/first_gpu_run.md": ["presets"],
     "docs/pages/loss.md": ["PPO", "GRPO"],
+    "docs/pages/many_gpus.md": ["multi-node training"],
     "docs/pages/metrics.md": [
         "entropy",
         "Weights & Biases",
@@ -70,11 +71,11 @@ KEYWORDS = {
     "docs/pages/moving.md": ["migrate"],
     "docs/pages/records.md": ["archive", "reproduce"],
     "docs/pages/servers.md": ["sentinel", "eviction", "rotate password"],
-    "docs/pages/tools_and_agents.md": ["turns", "gateway"],
+    "docs/pages/tools_and_agents.md": ["multi turn", "gateway"],
     "docs/pages/upgrading.md": ["upgrade"],
     "docs/pages/your_data_set.md": ["custom dataset"],
     "docs/pages/your_judge.md": ["reward function"],
-    "docs/pages/your_trainer.md": ["own loop"],
+    "docs/pages/your_trainer.md": ["own training loop"],
 }
 """Words that people search for, and that a page does not use in a heading."""
 

@@ -27,7 +27,8 @@ done
 cd math
 fails_with "pip install" rolloutmq check config.toml    # the small model needs torch
 cd ..
-fails_with "no server found" rolloutmq runs
+fails_with "no server found" rolloutmq status
+rolloutmq runs
 
 # rehearsals: README's, and the test of each template
 pip install --quiet --disable-pip-version-check "$package[testing]" pytest

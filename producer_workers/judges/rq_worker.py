@@ -30,7 +30,7 @@ from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
-from rq.utils import now
+from rq.utils import as_text, now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
 from buffer.errors import ConfigError, JudgeError, RolloutMQError, Skip, describe
@@ -203,8 +203,13 @@ def serve_judges(url: str, run: str, judges: Mapping[str, str], count: int) -> N
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
 
-    def start() -> multiprocessing.process.BaseProcess:
-        worker = multiprocessing.get_context("fork").Process(target=_work, args=(url, run, signals))
+    host = socket.gethostname().split(".")[0]
+
+    def start(before: str = "") -> multiprocessing.process.BaseProcess:
+        name = f"{Keys(run).judge_queue}:{host}-{os.getpid()}-{secrets.token_hex(3)}"
+        worker = multiprocessing.get_context("fork").Process(
+            target=_work, name=name, args=(url, run, name, before, signals)
+        )
         worker.start()
         return worker
 
@@ -218,14 +223,16 @@ def serve_judges(url: str, run: str, judges: Mapping[str, str], count: int) -> N
                 if worker.is_alive() or signals:
                     continue
                 log.warning("restarting a judge worker that exited with %s", worker.exitcode)
-                if worker.exitcode != LOST_SERVER:
+                lost_server = worker.exitcode == LOST_SERVER
+                if not lost_server:
                     deaths.append(time.monotonic())
                 if len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] < DEATHS_S:
                     raise RolloutMQError(
                         f"{MOST_DEATHS} judge workers ended within {DEATHS_S:g} s",
                         hint="the log above says why",
                     )
-                workers[slot] = start()
+                # another death may be the work of the job, which then counts as a try
+                workers[slot] = start(worker.name if lost_server else "")
     finally:
         for worker in workers:
             worker.terminate()
@@ -233,7 +240,18 @@ def serve_judges(url: str, run: str, judges: Mapping[str, str], count: int) -> N
             worker.join()
 
 
-def _work(url: str, run: str, signals: list[int]) -> None:
+def _give_back(queue: JudgeQueue, worker: str) -> None:
+    """Let the job run again that a worker had when it lost the server, at once."""
+    record = Worker.redis_worker_namespace_prefix + worker
+    job_id = queue.connection.hget(record, "current_job")
+    job = queue.fetch_job(as_text(job_id)) if job_id else None
+    if job and job.is_started:
+        queue.started_job_registry.remove_executions(job)
+        queue.enqueue_job(job, at_front=True)
+    queue.connection.delete(record)
+
+
+def _work(url: str, run: str, name: str, before: str, signals: list[int]) -> None:
     os.setpgrp()  # so that Ctrl-C reaches the pool alone, which stops its workers in order
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -246,10 +264,11 @@ def _work(url: str, run: str, signals: list[int]) -> None:
             store.retrying("first contact", lambda: store.client.ping())
         connection = open_client(url, name="rolloutmq-judge")
         queue = open_queue(connection, run, job_class=JudgeJob)
-        host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
+        if before:
+            _give_back(queue, before)
         JudgeWorker(
             [queue],
-            name=f"{queue.name}:{host}",
+            name=name,
             connection=connection,
             job_class=JudgeJob,
             serializer=JSONSerializer,

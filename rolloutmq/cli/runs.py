@@ -123,12 +123,14 @@ def runs(
         return
     is_named = redis_url is not None or run_dir is not None
     folders = [] if is_named else [_folder_line(folder) for folder in known_folders(RUNS)]
-    address, lines = _read_server(redis_url, run_dir, is_needed=not folders)
+    address, lines = _read_server(redis_url, run_dir, is_needed=is_named)
     shown: list[RenderableType] = []
     if address:
         shown.append(_runs_table(lines) if lines else f"There is no run on {address}.")
     if folders:
         shown += [*([""] if address else []), _folders_table(folders)]
+    if not shown:
+        shown.append(f"There is no run below {RUNS.resolve()}. To start one: rolloutmq run demo")
     document = [line.document() for line in lines]
     document += [line._asdict() | {"folder": str(line.folder)} for line in folders]
     Output(document, shown).print(as_json=as_json)

@@ -45,6 +45,15 @@ def hangs_once(*, response: str, ground_truth: str, state: Any) -> float:
     return 0.0
 
 
+def ends_without_a_server(*, response: str, ground_truth: str, state: Any) -> float:
+    """Say that it is called, and answer once somebody says that the server is away."""
+    folder = Path(ground_truth)
+    (folder / "called").touch()
+    while not (folder / "away").exists():
+        time.sleep(0.01)
+    return 1.0
+
+
 def spins(*, response: str, ground_truth: Any, state: Any) -> float:
     """Ignore rq's time limit, which Python must handle: stay in C and hold its lock."""
     return float(bool(re.match("(a+)+$", "a" * 60 + "b")))

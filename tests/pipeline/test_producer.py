@@ -48,9 +48,10 @@ def take_the_role(producer: Producer, yard: Yard) -> None:
 
 
 def play(producer: Producer, yard: Yard) -> None:
-    """Produce rounds until nothing more is started."""
-    while producer.round(yard.run.control.state()):
-        pass
+    """Produce rounds until nothing more is started, and no draw is passed over."""
+    cursor = -1
+    while producer.round(yard.run.control.state()) or yard.run.jobs.cursor(TASK) > cursor:
+        cursor = yard.run.jobs.cursor(TASK)
 
 
 @on_both

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import psutil
 import pytest
 import rq
 from redis import Redis
@@ -37,7 +38,7 @@ from producer_workers.user_code.failure import failure_text
 from tests.pipeline import rq_judges
 from tests.pipeline.site import ROOT
 from tests.producer_workers.http_service import http_service
-from tests.servers import Server
+from tests.servers import OwnServer, Server
 from tests.waits import until
 
 on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -46,7 +47,10 @@ on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
 REWARD = {"score": 4.0, "messages": 1.0, "tokens": 3.5}
-NAMES = ("length", "ranks", "skips", "raises", "steps", "hangs_once", "spins", "sleeps", "eats")
+NAMES = (
+    *("length", "ranks", "skips", "raises", "steps", "hangs_once", "spins", "sleeps", "eats"),
+    "ends_without_a_server",
+)
 TASK = """
 [tasks.{name}]
 judge = "{mine}{name}"
@@ -62,7 +66,7 @@ def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @contextmanager
-def serving(server: Server, folder: Path, run: str) -> Iterator[None]:
+def serving(server: Server, folder: Path, run: str) -> Iterator[subprocess.Popen[bytes]]:
     """`rolloutmq judge` with two workers; at the end it leaves on SIGTERM."""
     config = folder / "run.toml"
     tasks = "".join(TASK.format(name=name, mine=MINE) for name in NAMES)
@@ -73,7 +77,7 @@ def serving(server: Server, folder: Path, run: str) -> Iterator[None]:
         server.url,
     ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT)
-    yield
+    yield process
     process.send_signal(signal.SIGTERM)
     assert process.wait(400) == 0
 
@@ -94,6 +98,10 @@ def make_judge(pool: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
     return asyncio.run(judge.judge(RolloutState(**fields)))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def failed(pool: Server, run: str = RUN) -> int:
@@ -429,6 +437,32 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     await asyncio.to_thread(
         until, lambda: queue.count == 0
     )  # not waited for any more, so not judged
+
+
+def test_a_job_runs_again_at_once_when_its_worker_loses_the_server(tmp_path: Path) -> None:
+    """Without a retry, and long before its time is over."""
+    own = OwnServer("valkey", tmp_path / "server")
+    durable = ("--appendonly", "yes", "--appendfsync", "always")
+    own.start(*durable)
+
+    async def scene(serving: psutil.Process) -> dict[str, float]:
+        judging = JudgingSection(kind="rq", timeout_s=400.0, retries=0)
+        with closing(Store(own.url, name="judging")) as store:
+            judge = RqJudge(MINE + "ends_without_a_server", store, RUN, judging)
+            asked = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
+            await asyncio.to_thread(until, (tmp_path / "called").exists)
+            workers = serving.children()
+            own.kill()
+            (tmp_path / "away").touch()
+            await asyncio.to_thread(until, lambda: not all(map(is_alive, workers)))
+            own.start(*durable)
+            return await asked
+
+    try:
+        with serving(Server("valkey", own.url), tmp_path, RUN) as process:
+            assert asyncio.run(scene(psutil.Process(process.pid))) == {"score": 1.0}
+    finally:
+        own.kill()
 
 
 def test_judge_workers_that_cannot_work_end_their_pool_with_the_cause(

@@ -11,8 +11,8 @@ steps: they are of a history that was left.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
+import os
 import re
 import shutil
 import sys
@@ -39,14 +39,12 @@ from buffer.wire.group import RolloutGroup
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, StepFile, write_step
 from rolloutmq.launch.terms import FOLDER as TERMS
+from rolloutmq.versions import all_versions
 
 log = logging.getLogger("rolloutmq.trainer")
 
 BACKOFF = Backoff(1.0, 60.0, jitter=0.0)  # between attempts to write to a full disk, or a bucket
 LAST_TRIES = 3  # at the end of the trainer
-
-NUMERIC = ("rolloutmq", "torch", "transformers", "numpy")
-"""Packages whose version decides about the numbers of a train step."""
 
 _ARCHIVED = re.compile(r" archived_ms=\d+")  # when the server archived a batch, a time
 _NAME = re.compile(r"step-(\d{7,})\.rmq")
@@ -208,16 +206,20 @@ def archive_run(run: Run, process: str, config: Config) -> None:
 
 
 def audit(run: Run) -> list[str]:
-    """Return, for `rolloutmq fsck`, where the archive of a run is not what was trained."""
+    """Return, for `rolloutmq fsck`, where the archive of a run is not what was trained.
+
+    Every step from the first file on must have one. Only those are read that the server still has,
+    so that the time does not grow with the run; `rolloutmq prove` reads all.
+    """
     if not run.limits.archive:
         return []
     archive, faults = Archive(run.limits.archive), list[str]()
+    exported, kept = run.ledger.archive.exported(), run.ledger.archive.steps()
     try:
-        there = {*archive.steps()}
-        for step in range(1, run.ledger.archive.exported() + 1):
-            if step not in there:
-                faults.append(f"{archive.place} lacks the batch of step {step}")
-                continue
+        there = archive.steps()
+        missing = {*range(there[0] if there else 1, exported + 1)} - {*there}
+        faults += [f"{archive.place} lacks the batch of step {step}" for step in sorted(missing)]
+        for step in {*there} & {*range(kept.start, exported + 1)}:
             with archive.open(step) as file:
                 file.check()
                 found = run.ledger.manifest(step)
@@ -238,7 +240,7 @@ class Archiver(Observer):
         self._kept: set[Path] = set()  # terms that are in the archive
         self._archive = Archive(run.limits.archive)
         self._config = config
-        self._versions = versions()
+        self._versions = all_versions()
         self._done = run.ledger.archive.exported()
         self._news = threading.Event()
         self._ended = threading.Event()
@@ -287,15 +289,18 @@ class Archiver(Observer):
         for file in {*self._terms.glob("*.json")} - self._kept:
             self._archive.keep(file)
             self._kept.add(file)
-        first = max(self._done + 1, ledger.archive.steps().start)
+        first, lost = max(self._done + 1, ledger.archive.steps().start), set[int]()
         for step in range(first, committed + 1):
             if manifest := ledger.manifest(step):
                 self._archive.put(step, partial(self._write, manifest))
             else:
-                log.error("the server has lost the batch of step %d: it is not archived", step)
+                lost.add(step)
             self._done = step
             # those that a kept checkpoint may need again are copied at each start of a trainer
             ledger.archive.forget(exported=min(step, freed))
+        # a run that was made from a checkpoint has files of the steps before it
+        if lost and (missing := lost - {*self._archive.steps()}):
+            log.error("the server has lost %d batches, first %d", len(missing), min(missing))
 
     def _write(self, manifest: Manifest, path: Path) -> None:
         run = self._run
@@ -307,6 +312,7 @@ class Archiver(Observer):
             config=self._config,
             versions=self._versions,
             threads=torch.get_num_threads() if (torch := sys.modules.get("torch")) else 0,
+            ranks=int(os.environ.get("WORLD_SIZE", "1")),
         )
         refs = [entry.payload for entry in manifest.entries]
 
@@ -336,13 +342,3 @@ def files_of(group: RolloutGroup) -> list[str]:
     """Return the files of large columns that a group names, without their checksums."""
     values = [column.get(state) for state in group.states for column in large_columns().values()]
     return [value.partition("#")[0] for value in values if isinstance(value, str)]
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in NUMERIC:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -16,14 +16,12 @@ import re
 import zipfile
 from pathlib import Path
 
-import orjson
-
 from buffer.errors import ConfigError
 from buffer.imports import is_dotted_path
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import STEPS_FILE
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, config_of
+from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, config_of, log_lines
 from rolloutmq.launch.terms import FOLDER as TERMS
 
 MOST_BYTES = 4 << 30
@@ -67,9 +65,8 @@ def write_bundle(run: Path, archive: Archive, step: int, target: Path, most_byte
         bundle.writestr(f"archive/step-{step:07d}.rmq", archive.raw(step))
         for name, path in chosen.items():
             bundle.write(path, name)
-        lines = (run / STEPS_FILE).read_bytes().splitlines() if (run / STEPS_FILE).exists() else []
-        own = [line for line in lines if line.strip() and orjson.loads(line)["step"] == step]
-        bundle.writestr(STEPS_FILE, b"".join(line + b"\n" for line in own[-1:]))
+        own = [line for number, line in log_lines(run / STEPS_FILE) if number == step]
+        bundle.writestr(STEPS_FILE, b"".join(own[-1:]))
     return target.stat().st_size
 
 

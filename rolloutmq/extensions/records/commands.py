@@ -16,14 +16,15 @@ from typer import Argument, Exit, Option
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.new_run import JUDGE_FILE, new_run
+from rolloutmq.extensions.records.new_run import JUDGE_FILE, beside, choose_parent, new_run
 from rolloutmq.extensions.records.step_file import RecordDamaged
 from rolloutmq.options import RUNS, AsJson, ConfigUrl, Output, Overrides, RunDir
 from rolloutmq.output import console, count, progress
-from rolloutmq.run_owner import Stage, choose_folder
+from rolloutmq.run_owner import choose_folder
 from rolloutmq.views.explain.symptom import marked
 
 if TYPE_CHECKING:
+    from consumer.handle.ranks import Ranks
     from rolloutmq.extensions.records.replay import ReplayedStep
     from rolloutmq.extensions.records.rescore import Differences
 
@@ -74,6 +75,10 @@ Examples: rolloutmq bundle step111.rmq --step 111
 """
 
 
+def records_of(parent: Path, archive: str | None) -> Archive:
+    return Archive(archive or str(parent / "archive"))
+
+
 @command("replay", epilog=REPLAY_EPILOG)
 def replay(
     folder: RunFolderOrBundle = None,
@@ -96,81 +101,94 @@ def replay(
     logged, and the last one whether weights and optimizer are equal bit for bit; if not, it ends
     with code 7. With --set, it is an experiment of its own, which the browser compares with the
     run. Needs [retention] policy = "archive" in the run's config. Where checkpoint FROM is not
-    kept, it begins with the newest one before it.
+    kept, it begins with the newest one before it. A run that several ranks have trained is equal
+    on as many: torchrun --nproc-per-node 2 -m rolloutmq replay RUN_FOLDER.
     """
     given = list(overrides or [])
     if folder and folder.is_file():
         _replay_bundle(folder, given, name, as_json=as_json)
         return
-    parent = choose_folder(folder, RUNS)
-    records = Archive(archive or str(parent / "archive"))
-    name = name or f"{parent.name}-replay"
-    _replay(
-        parent, records, name, start, last, given,
-        as_json=as_json, shown_as=parent.with_name(name),
-    )  # fmt: skip
+    parent = choose_parent(folder)
+    target = beside(parent, f"{parent.name}-replay" if name is None else name)
+    records = records_of(parent, archive)
+    _replay(parent, records, target, start, last, given, as_json=as_json, shown_as=target)
 
 
 def _replay_bundle(file: Path, given: list[str], name: str | None, *, as_json: bool) -> None:
     """Replay the step of a bundle; keep the run only if it has a name."""
+    kept = None if name is None else beside(file, name)
+    if kept and kept.exists():
+        raise ConfigError(f"{kept} exists", hint="choose another --name")
+    from consumer.handle.ranks import join
     from rolloutmq.extensions.records.bundle import open_bundle
 
-    with tempfile.TemporaryDirectory(prefix="rolloutmq-") as place:
-        folder = Path(place) / "bundle"
-        step = open_bundle(file, folder)
+    ranks = join()
+    with tempfile.TemporaryDirectory(prefix="rolloutmq-") as own:
+        place = Path(ranks.share(own))  # that of rank 0
+        folder, target = place / ".bundle", place / (name or "replayed")
+        step = ranks.share(0 if ranks.rank else open_bundle(file, folder))
         records = Archive(str(folder / "archive"))
-        kept = file.with_name(name) if name else None
-        if kept and kept.exists():
-            raise ConfigError(f"{kept} exists", hint="choose another --name")
         try:
             _replay(
-                folder, records, name or "replayed", step - 1, step, given,
-                as_json=as_json, shown_as=kept,
+                folder, records, target, step - 1, step, given,
+                as_json=as_json, shown_as=kept, ranks=ranks,
             )  # fmt: skip
         finally:
-            if kept and (made := folder.with_name(kept.name)).exists():
-                shutil.move(made, kept)
+            if kept and not ranks.rank and target.exists():
+                shutil.move(target, kept)
 
 
 def _replay(
     parent: Path,
     records: Archive,
-    name: str,
+    target: Path,
     start: int,
     last: int | None,
     given: list[str],
     *,
     as_json: bool,
     shown_as: Path | None,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Replay steps of a run as run `name` beside `parent`; `shown_as`: where it can be seen."""
+    """Replay steps of a run as a new one in `target`; `shown_as`: where it can be seen."""
     steps = records.steps()
     if not steps:
         raise ConfigError(
             f"{records.place} has no batch",
             hint='set [retention] policy = "archive" before a run; --archive names another place',
         )
-    target = parent.with_name(name)
-    end = last or steps[-1]
-    with new_run(target, "replay", end) as owned:
-        from rolloutmq.extensions.records.replay import prepare
+    from consumer.handle.ranks import join
+    from rolloutmq.extensions.records.replay import prepare
 
-        job = prepare(parent, records, name, start, end, given)
-        owned.note(Stage.RUNNING)
+    ranks = ranks or join()
+    end = last or steps[-1]
+    with (
+        new_run(target, "replay", end, rank=ranks.rank),
+        progress(as_json or ranks.rank > 0) as advance,
+    ):
+        job = prepare(parent, records, target, start, end, given)
         differing: dict[int, Sequence[Difference]] = {}
+        other_ranks: dict[int, int] = {}
         state = ""
-        with progress(as_json) as advance:
-            for step in job.train():
-                advance(f"step, of {end}", step.step)
-                state = step.state
-                if step.differences and (not given or step.step <= start):
-                    differing[step.step] = step.differences
-                if not as_json:
-                    console().print(_line(step, differing.get(step.step, ())), soft_wrap=True)
+        for step in job.train(ranks):
+            advance(f"step, of {end}", step.step)
+            state = step.state
+            is_own = not given or step.step <= start
+            if is_own and step.differences:
+                differing[step.step] = step.differences
+            if is_own and step.ranks != ranks.size:
+                if not other_ranks and not as_json:
+                    console().print(_other_ranks(step, ranks.size), soft_wrap=True)
+                other_ranks[step.step] = step.ranks
+            if not as_json:
+                console().print(_line(step, differing.get(step.step, ())), soft_wrap=True)
+        if ranks.rank:
+            return
         tensor = None if given else job.differing_tensor()
     document = {
-        "run": name, "folder": shown_as and str(shown_as), "steps": [job.phases[0].first, end],
-        "state": state, "differing": differing, "differing_tensor": tensor,
+        "run": target.name, "folder": shown_as and str(shown_as),
+        "steps": [job.phases[0].first, end], "state": state, "ranks": ranks.size,
+        "other_ranks": other_ranks, "differing": differing, "differing_tensor": tensor,
     }  # fmt: skip
     shown = [*_verdict(end, differing, tensor, is_changed=bool(given))]
     if shown_as:
@@ -179,6 +197,15 @@ def _replay(
     Output(document, shown).print(as_json=as_json)
     if differing or tensor:
         raise Exit(DIFFERS)
+
+
+def _other_ranks(step: ReplayedStep, size: int) -> Text:
+    start = f"torchrun --nproc-per-node {step.ranks} -m " if step.ranks > 1 else ""
+    return Text(
+        f"[note] step {step.step} was trained on {step.ranks} ranks, and this replay has {size}: "
+        f"numbers differ in the last digits; start it with {start}rolloutmq replay …",
+        style="yellow",
+    )
 
 
 def _line(step: ReplayedStep, differences: Sequence[Difference]) -> Text:
@@ -230,8 +257,7 @@ def bundle_step(
     parent = choose_folder(run_dir, RUNS)
     from rolloutmq.extensions.records.bundle import write_bundle
 
-    records = Archive(archive or str(parent / "archive"))
-    size = write_bundle(parent, records, step, file, max_mb * 10**6)
+    size = write_bundle(parent, records_of(parent, archive), step, file, max_mb * 10**6)
     Output(
         {"file": str(file), "step": step, "bytes": size},
         [Text(f"{file}: {size / 1e6:.1f} MB. To train it again: rolloutmq replay {file}")],
@@ -259,8 +285,8 @@ def fork_run(
     It has the weights, the optimizer and the draws of that step, and the config that the step was
     trained with. What was in flight is generated anew. The other run is only read, and may go on.
     """
-    parent = choose_folder(folder, RUNS)
-    target = parent.with_name(name)
+    parent = choose_parent(folder)
+    target = beside(parent, name)
     with new_run(target, "fork", at, keep=["run.json"]):
         from rolloutmq.extensions.records.fork import CONFIG, create_forked, fork
 
@@ -268,7 +294,7 @@ def fork_run(
             if not as_json:
                 console().print(line, soft_wrap=True)
 
-        config = fork(parent, at, name, list(overrides or []), say)
+        config = fork(parent, at, target, list(overrides or []), say)
         create_forked(config, redis_url, say)
     file = target / CONFIG
     Output(
@@ -303,40 +329,44 @@ def rescore_run(
     checkpoint FROM again, without generating a token; `rolloutmq fork` then goes on from the new
     run. The judge runs behind the task's border and limits of time and memory.
     """
-    parent = choose_folder(folder, RUNS)
-    name = name or f"{parent.name}-rescored"
-    target = parent.with_name(name)
-    records = Archive(archive or str(parent / "archive"))
+    parent = choose_parent(folder)
+    target = beside(parent, f"{parent.name}-rescored" if name is None else name)
+    records = records_of(parent, archive)
     steps = records.steps()
     if not steps or steps[-1] <= start:
         raise ConfigError(f"{records.place} has no batch after step {start}", hint="set --from")
-    with new_run(target, "rescore", steps[-1], keep=["archive", JUDGE_FILE]) as owned:
-        from rolloutmq.extensions.records.rescore import Differences, forget_other_scores, rescore
+    from consumer.handle.ranks import join
+    from rolloutmq.extensions.records.rescore import Differences, forget_other_scores, rescore
 
-        forget_other_scores(target, task, judge)
+    ranks, last = join(), steps[-1]
+    kept = ["archive", JUDGE_FILE]
+    with (
+        new_run(target, "rescore", last, kept, rank=ranks.rank),
+        progress(as_json or ranks.rank > 0) as advance,
+    ):
         scored, found = Archive(str(target / "archive")), Differences()
-        with progress(as_json) as advance:
-            wanted = range(start + 1, steps[-1] + 1)
-            for step, so_far in rescore(records, scored, task, judge, wanted):
-                advance(f"step, of {steps[-1]}, judged", step)
-                found = so_far
+        if not ranks.rank:
+            forget_other_scores(target, task, judge)
+            wanted = range(start + 1, last + 1)
+            for step in rescore(records, scored, task, judge, wanted, found):
+                advance(f"step, of {last}, judged", step)
+        ranks.share(True)  # all is scored
         document: dict[str, Any] = asdict(found)
         shown = [_differences(found)]
         if yes:
             from rolloutmq.extensions.records.replay import prepare
 
-            owned.note(Stage.RUNNING)
             override = f"tasks.{task}.judge={json.dumps(judge)}"
-            job = prepare(parent, scored, name, start, steps[-1], [], [override])
-            with progress(as_json) as advance:
-                for done in job.train():
-                    advance(f"step, of {steps[-1]}, trained", done.step)
-            document["state"] = done.state
-            goes_on = f"rolloutmq fork {target} --at {steps[-1]} --name NAME"
+            job = prepare(parent, scored, target, start, last, [], [override])
+            for trained in job.train(ranks):
+                advance(f"step, of {last}, trained", trained.step)
+                document["state"] = trained.state
+            goes_on = f"rolloutmq fork {target} --at {last} --name NAME"
             shown.append(Text(f"trained in {target}; to go on from it: {goes_on}"))
         else:
             shown.append(Text("to train on these scores: the same command with --yes"))
-    Output(document, shown).print(as_json=as_json)
+    if not ranks.rank:
+        Output(document, shown).print(as_json=as_json)
 
 
 def _differences(found: Differences) -> Text:
@@ -379,8 +409,7 @@ def prove_checkpoint(
     from rolloutmq.extensions.records.prove import judges_of, prove
 
     checkpoint = checkpoint.resolve()
-    records = Archive(archive or str(checkpoint.parents[1] / "archive"))
-    proof = prove(checkpoint, records, without)
+    proof = prove(checkpoint, records_of(checkpoint.parent.parent, archive), without)
     judges = sorted({name for terms in proof.terms.values() for name in judges_of(terms)})
     document = {
         "whole": proof.is_whole, "proof": proof.head, "groups": dict(proof.groups),

@@ -13,7 +13,6 @@ keeps the nonce, and makes all else again.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,7 +27,12 @@ from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder
 from consumer.handle.step_log import EVALUATIONS_FILE, STEPS_FILE
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import config_of, link_or_copy
+from rolloutmq.extensions.records.step_file import (
+    config_of,
+    link_checkpoint,
+    link_or_copy,
+    log_lines,
+)
 from rolloutmq.launch.create import create_again
 from rolloutmq.launch.terms import FOLDER as TERMS
 
@@ -38,13 +42,12 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def fork(
-    parent: Path, step: int, name: str, overrides: Sequence[str], say: Callable[[str], object]
+    parent: Path, step: int, folder: Path, overrides: Sequence[str], say: Callable[[str], object]
 ) -> Config:
-    """Make run `name` in the folder beside `parent`, but not on a server; return its config.
+    """Make a run in `folder`, but not on a server; return its config.
 
     Raises ConfigError where the parent does not have the checkpoint, or its terms.
     """
-    folder = parent.with_name(name)
     kept = CheckpointFolder(parent / "checkpoints")
     if step not in kept.steps():
         known = ", ".join(map(str, kept.steps())) or "none"
@@ -56,7 +59,7 @@ def fork(
     position = kept.read(step)
     tree = _config_tree(parent, position.terms_of(step))
     own = config_of(tree, run={"dir": str(parent)})
-    tree["run"] |= {"name": name, "dir": str(folder)}
+    tree["run"] |= {"name": folder.name, "dir": str(folder)}
     tree["policy"]["model"] = str(own.model_folder)
     for override in overrides:
         assign(tree, override)
@@ -64,11 +67,8 @@ def fork(
     say(f"config   that of step {step}, with {len(overrides)} changes")
     target = CheckpointFolder(folder / "checkpoints")
     path = target.begin(step)
-    for file in kept.path(step).iterdir():
-        if file.name not in (POSITION, POSITION + DIGEST):
-            copy = shutil.copytree if file.is_dir() else link_or_copy
-            copy(file, path / file.name)
-    position.run, position.run_nonce = name, run_nonce(folder)
+    link_checkpoint(kept.path(step), path, POSITION, POSITION + DIGEST)
+    position.run, position.run_nonce = folder.name, run_nonce(folder)
     position.forget(step)
     target.complete(position, path)
     _copy_history(parent, folder, step)
@@ -103,9 +103,8 @@ def _config_tree(parent: Path, terms: str) -> dict[str, Any]:
 def _copy_history(parent: Path, folder: Path, step: int) -> None:
     """Copy the logs up to `step`, and link the files that prove these steps."""
     for log in (STEPS_FILE, EVALUATIONS_FILE):
-        lines = (parent / log).read_bytes().splitlines() if (parent / log).exists() else []
-        kept = [line for line in lines if line.strip() and orjson.loads(line)["step"] <= step]
-        (folder / log).write_bytes(b"".join(line + b"\n" for line in kept))
+        kept = [line for number, line in log_lines(parent / log) if number <= step]
+        (folder / log).write_bytes(b"".join(kept))
     for name in ("archive", TERMS):
         for file in sorted(path for path in (parent / name).glob("*.*") if path.is_file()):
             number = re.fullmatch(r"step-(\d+)\.rmq", file.name)

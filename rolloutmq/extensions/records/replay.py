@@ -3,6 +3,8 @@
 The batches of an archive are put on a server of the replay's own, one step at a time, and every
 rank reads its share there as it did before. With the settings of the run, numbers and state are
 equal bit for bit, on the same kind of machine with the same numbers of ranks and threads.
+
+All ranks call `prepare` and `train`; rank 0 alone writes into the folder of the new run.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from buffer.redis.store import Store
 from buffer.run.open import write_nonce
 from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
-from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState
 from consumer.grpo.reporting.metric_writers import open_writers
 from consumer.grpo.reporting.metrics import staleness_metrics
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.trainer_rank import TrainerRank
-from consumer.handle.checkpoint import CheckpointFolder
-from consumer.handle.ranks import Ranks, join
+from consumer.handle.checkpoint import CheckpointFolder, state_paths
+from consumer.handle.ranks import Ranks, on_all_ranks
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
+from rolloutmq.config.kept_config import keep_config, read_config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import StepFile, config_of, link_or_copy
+from rolloutmq.extensions.records.step_file import StepFile, config_of, link_checkpoint
 from rolloutmq.launch.terms import keep_terms, terms_of
 
 MAY_CHANGE = (
@@ -55,18 +57,38 @@ OF_THE_MACHINE = ("memory/", "time/")
 LINEAGE = "replay"
 
 
+class State:
+    """The weights and the optimizer of all ranks."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+        self.orders = rank.orders
+        self.orders.add("state", self)
+
+    @on_all_ranks
+    def digest(self) -> str:
+        """Return the SHA-256 of the digests of all ranks."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._rank.controller.state_tensors().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        parts = self.orders.ranks.gather(digest.hexdigest())
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
     """One step that was trained again. `state`: hash of weights and optimizer behind it.
 
     `differences`: of each number that the run has logged otherwise: name, its own and this value.
+    `ranks`: of the trainer that the batch was recorded from.
     """
 
     step: int
     state: str
-    metrics: Mapping[str, float]
     seconds: float
     differences: Sequence[tuple[str, float, float]]
+    ranks: int
 
 
 class Phase(NamedTuple):
@@ -83,13 +105,14 @@ class Phase(NamedTuple):
 class Replay:
     """A replay of the run in folder `parent`, whose config is `own`, in the folder of the phases.
 
-    All phases but the last train as the run did.
+    All phases but the last train as the run did; `overrides` are in the last one's config.
     """
 
     parent: Path
     archive: Archive
     own: Config
     phases: Sequence[Phase]
+    overrides: Sequence[str]
 
     @property
     def folder(self) -> Path:
@@ -99,24 +122,29 @@ class Replay:
     def last(self) -> int:
         return self.phases[-1].last
 
-    def train(self) -> Iterator[ReplayedStep]:
+    def train(self, ranks: Ranks) -> Iterator[ReplayedStep]:
         """Train all steps on this rank; rank 0 yields each. A checkpoint ends each phase."""
-        ranks = join()
         known = {step.step: step for step in read_steps(self.parent)}
         with self._server(ranks) as run:
             for phase in self.phases:
                 rank = TrainerRank(run, phase.config, self.own.model_folder, ranks)
+                state = State(rank)
                 if ranks.rank:
                     rank.follow()
                     continue
                 try:
-                    yield from self._train(run, rank, phase, known)
+                    yield from self._train(run, rank, state, phase, known)
                 finally:
                     rank.orders.end()
                     rank.parts.close()
 
     def _train(
-        self, run: Run, rank: TrainerRank, phase: Phase, known: Mapping[int, TrainedStep]
+        self,
+        run: Run,
+        rank: TrainerRank,
+        state: State,
+        phase: Phase,
+        known: Mapping[int, TrainedStep],
     ) -> Iterator[ReplayedStep]:
         checkpoints = CheckpointFolder(self.folder / "checkpoints")
         start = phase.first - 1
@@ -134,7 +162,7 @@ class Replay:
                 began = time.monotonic()
                 with self.archive.open(step) as file:
                     place(run, file)
-                    manifest = file.manifest
+                    manifest, trained_on = file.manifest, file.facts.ranks
                 groups, problems = rank.reader.read(manifest)
                 if problems:
                     raise ModelError(f"step {step} cannot be trained again: {problems}")
@@ -148,10 +176,8 @@ class Replay:
                 reporter.flush()  # it reads the groups
                 clear(run, manifest)
                 position.add(manifest)
-                state = state_hash(rank.controller)
-                yield ReplayedStep(
-                    step, state, metrics, seconds, differing(metrics, known.get(step))
-                )
+                differences = differing(metrics, known.get(step))
+                yield ReplayedStep(step, state.digest(), seconds, differences, trained_on)
         written = checkpoints.begin(phase.last)
         rank.begin_state(str(written))
         rank.end_state()
@@ -170,7 +196,8 @@ class Replay:
         with ExitStack() as stack:
             url = ""
             if ranks.rank == 0:
-                server = stack.enter_context(EmbeddedServer(self.folder / "server"))
+                # not "server", by which `status` and `fsck` would find this part of a run
+                server = stack.enter_context(EmbeddedServer(self.folder / "replayed"))
                 stack.callback(shutil.rmtree, server.folder, ignore_errors=True)
                 url = server.url
             store = stack.enter_context(closing(Store(ranks.share(url))))
@@ -178,7 +205,13 @@ class Replay:
                 nonce, model = new_nonce(), str(self.own.model_folder)
                 write_nonce(self.folder, nonce)
                 Run.create(store, config.run.name, nonce, config.limits(0), FIRST_WEIGHTS, model)
-            ranks.share(True)  # the run exists
+                keep_config(config, read_config(self.parent), self.overrides)
+                if begin := self.phases[0].first - 1:
+                    link_checkpoint(
+                        CheckpointFolder(self.parent / "checkpoints").path(begin),
+                        CheckpointFolder(self.folder / "checkpoints").path(begin),
+                    )
+            ranks.share(True)  # run and checkpoint exist
             yield Run.open(store, config.run.name)
 
     def differing_tensor(self) -> str | None:
@@ -189,16 +222,20 @@ class Replay:
         kept = CheckpointFolder(self.parent / "checkpoints")
         if self.last not in kept.steps():
             return None
+        theirs = kept.path(self.last)
         mine = CheckpointFolder(self.folder / "checkpoints").path(self.last)
-        with SavedState(kept.path(self.last)) as own, SavedState(mine) as again:
-            names = sorted(own.keys() | again.keys())
-            return next((n for n in names if not _is_equal(own.get(n), again.get(n))), "")
+        for rank in range(len(state_paths(theirs))):
+            with SavedState(theirs, rank=rank) as own, SavedState(mine, rank=rank) as again:
+                for name in sorted(own.keys() | again.keys()):
+                    if not _is_equal(own.get(name), again.get(name)):
+                        return name
+        return ""
 
 
 def prepare(
     parent: Path,
     archive: Archive,
-    name: str,
+    folder: Path,
     start: int,
     last: int,
     overrides: Sequence[str],
@@ -206,9 +243,9 @@ def prepare(
 ) -> Replay:
     """Prepare a replay of a run from its checkpoint of step `start` (0: its model) to step `last`.
 
-    Where that checkpoint is not kept, earlier steps are trained as the run did. The folder of run
-    `name` beside `parent` gets the checkpoint. `judges`: as `overrides`, of those that have
-    scored the archive. Raises ConfigError for what cannot be replayed.
+    Where that checkpoint is not kept, earlier steps are trained as the run did. `folder`: of the
+    new run. `judges`: as `overrides`, of those that have scored the archive. Raises ConfigError
+    for what cannot be replayed.
     """
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -224,22 +261,20 @@ def prepare(
         given, threads = file.facts.config, file.facts.threads
     if threads:
         torch.set_num_threads(threads)
-    folder = parent.with_name(name)
     own = config_of(given, run={"dir": str(parent)})
     if (parent / "model").is_dir():  # its own, or that of a bundle
         own = config_of(given, run={"dir": str(parent)}, policy={"model": str(parent / "model")})
-    place = {"name": name, "dir": str(folder)}
+    place = {"name": folder.name, "dir": str(folder)}
     if own.run.columns:
         place["columns"] = str(folder / "columns")
-    unchanged = config_of(given, run=place, trainer={"writers": []})
-    changed = config_of(given, [*overrides, *judges], run=place, trainer={"writers": []})
-    if begin:
-        target = CheckpointFolder(folder / "checkpoints").path(begin)
-        shutil.copytree(kept.path(begin), target, copy_function=link_or_copy, dirs_exist_ok=True)
+    # it has the device to itself: nothing would wake a trainer that sleeps for engines
+    alone = {"writers": [], "flow": "disaggregated"}
+    unchanged = config_of(given, run=place, trainer=alone)
+    changed = config_of(given, [*overrides, *judges], run=place, trainer=alone)
     phases = [Phase(changed, start + 1, last, is_own=not (overrides or judges))]
     if begin < start:
         phases.insert(0, Phase(unchanged, begin + 1, start, is_own=True))
-    return Replay(parent, archive, own, phases)
+    return Replay(parent, archive, own, phases, [*overrides, *judges])
 
 
 def check_steps(archive: Archive, begin: int, start: int, last: int, kept: Sequence[int]) -> None:
@@ -291,15 +326,6 @@ def differing(
         for name, value in metrics.items()
         if name in own and own[name] != value and not name.startswith(OF_THE_MACHINE)
     ]
-
-
-def state_hash(controller: TrainController) -> str:
-    """Return the SHA-256 of the weights and the optimizer's state of this rank."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(controller.state_tensors().items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -88,15 +88,13 @@ def forget_other_scores(folder: Path, task: str, judge: str) -> None:
 
 
 def rescore(
-    source: Archive, target: Archive, task: str, judge: str, steps: range
-) -> Iterator[tuple[int, Differences]]:
-    """Judge the groups of `task` in these steps, and write each step; yield it and all so far.
+    source: Archive, target: Archive, task: str, judge: str, steps: range, found: Differences
+) -> Iterator[int]:
+    """Judge the groups of `task` in these steps; write, add to `found` and yield each step.
 
     A step that `target` has is only compared. Raises ConfigError for a judge that cannot be
     loaded, and what it raises.
     """
-    found = Differences()
-    done = {*target.steps()}
     with source.open(steps[0]) as first:
         config = config_of(first.facts.config)
     if task not in config.tasks:
@@ -107,7 +105,7 @@ def rescore(
     with asyncio.Runner() as runner, closing(scorer):
         for step in steps:
             with source.open(step) as file:
-                if step not in done:
+                if step not in target.steps():
                     rewards = runner.run(_judge(file, task, scorer, texts))
                     _write(file, target, rewards)
                 with target.open(step) as other:
@@ -115,7 +113,7 @@ def rescore(
                     for before, after in pairs:
                         if before.task == task:
                             found.add(before, np.nan_to_num(after.scores).tolist())
-            yield step, found
+            yield step
 
 
 def _load(section: TaskSection) -> Judge:

@@ -16,14 +16,16 @@ import os
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from buffer.config.assignments import assign
-from buffer.errors import RolloutMQError, WireError
+from buffer.errors import ConfigError, RolloutMQError, WireError
 from buffer.groups.replay_buffer import mask_stale
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.payloads import checksum
@@ -64,9 +66,11 @@ class StepFacts(BaseModel):
     config: dict[str, Any]
     """of the trainer, without secrets"""
     versions: dict[str, str]
-    """of packages that decide about numbers, by name"""
+    """by name"""
     threads: int = 0
     """with which torch computes in the trainer; 0: without torch"""
+    ranks: int = 1
+    """of the trainer, which share the batch"""
 
 
 class StepFile:
@@ -146,10 +150,6 @@ class StepFile:
             return self._zip.read(name)
         except _UNREADABLE as error:
             raise self._damaged(f"{name}: {error}") from error
-
-    @property
-    def names(self) -> list[str]:
-        return self._zip.namelist()
 
     def _expanded(self, name: str, data: bytes) -> bytes:
         try:
@@ -238,3 +238,30 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def link_checkpoint(source: Path, target: Path, *without: str) -> None:
+    """Link the files of a checkpoint, but for these names. Raises ConfigError if it goes away."""
+    try:
+        shutil.copytree(
+            source,
+            target,
+            copy_function=link_or_copy,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns(*without),
+        )
+        source.stat()  # a trainer renames it, then deletes it
+    except OSError as error:
+        if source.exists():
+            raise
+        raise ConfigError(
+            f"the run deleted {source} meanwhile",
+            hint="take a newer checkpoint, or keep more of them: trainer.keep_checkpoints",
+        ) from error
+
+
+def log_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the step and the bytes of each line of a log that no kill has torn."""
+    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
+        with suppress(ValueError):
+            yield orjson.loads(line)["step"], line

@@ -110,10 +110,12 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
         return prepare(groups)
 
     def breaking(sock: Any, commands: Sequence[bulk_io.Command]) -> None:
+        if len(commands) < len(results):  # a heartbeat of another store in this process
+            return transmit(sock, commands)
         transmit(sock, commands[:15])
         scene.raw.client_kill_filter(_type="normal", skipme=True)
         monkeypatch.setattr(bulk_io, "_transmit", transmit)
-        transmit(sock, commands[15:])
+        return transmit(sock, commands[15:])
 
     monkeypatch.setattr(group_bytes, "pieces_each", noting)
     monkeypatch.setattr(bulk_io, "_transmit", breaking)

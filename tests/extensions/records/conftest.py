@@ -7,16 +7,11 @@ from pathlib import Path
 import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.redis.store import Store
-from consumer.grpo.trainer import Trainer
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.launch.create import create_run
-from rolloutmq.launch.terms import keep_terms, terms_of
-from rolloutmq.observers import observed
 from tests.consumer.grpo.models.tiny import build_model
-from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
-from tests.consumer.handle.crew import at_work
+from tests.consumer.grpo.training_config import STEPS
+from tests.extensions.records.small_run import small_config, train_run
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +23,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Config:
     """Return the config of a run with 5 steps, checkpoints 2, 4 and 5, and an archive of all."""
     folder = tmp_path_factory.mktemp("runs") / "first"
-    config = training_config(
-        "first",
-        folder,
-        policy={"model": str(model_dir), "max_staleness": 1000},
-        learner={"warmup_steps": 2, "decay_steps": 5},
-        trainer={"keep_checkpoints": 9},
-        retention={"policy": "archive"},
-        memory={"compression": "zstd"},
-    )
+    config = small_config(folder, model_dir)
     with EmbeddedServer(folder / "server") as server:
-        store = Store(server.url)
-        run = create_run(store, config, model_dir)
-        with observed(run, "trainer", config), at_work(run, stamp=0, math=5 * GROUPS + 6):
-            terms = keep_terms(folder, terms_of(config, model_dir))
-            assert Trainer(run, config, model_dir, terms=terms).fit()
-        assert run.account.fsck().clean
-        store.close()
+        train_run(server.url, config, model_dir)
     assert Archive(str(folder / "archive")).steps() == list(range(1, STEPS + 1))
     return config

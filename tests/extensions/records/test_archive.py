@@ -28,9 +28,9 @@ def scene(server_of: Callable[[str], Server], run_name: str, tmp_path: Path) -> 
     yield from make_scene(server_of("valkey"), run_name, str(tmp_path / "archive"))
 
 
-def make_scene(server: Server, name: str, place: str) -> Iterator[Scene]:
+def make_scene(server: Server, name: str, place: str, **limit: int) -> Iterator[Scene]:
     changes = {"retain_until_exported": True, "archive": place, "stale_threshold": 9}
-    limits = LIMITS.model_copy(update=changes)
+    limits = LIMITS.model_copy(update=changes | limit)
     store = Store(server.url, deadline_s=400.0)
     with server.connect() as raw:
         scene = Scene(store, raw, name, limits)
@@ -151,10 +151,29 @@ def test_a_full_place_keeps_the_batch_on_the_server(scene: Scene, tmp_path: Path
     file.rename(place / "elsewhere")
     assert "step 1" in " ".join(audit(scene.run))
     (place / "elsewhere").rename(file)
-    file.write_bytes(file.read_bytes()[:-9])
-    assert file.name in " ".join(audit(scene.run))
     assert not scene.run.ledger.archive.steps()
     scene.check()
+
+
+def test_fsck_reads_what_the_server_has_and_the_names_of_all(
+    server_of: Callable[[str], Server], run_name: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "archive"
+    for scene in make_scene(server_of("valkey"), run_name, str(place), retain_batches=2):
+        scene.open_trainer()
+        archiver = Archiver(scene.run, {}, Path("none"))
+        train(scene, 1, 2, 3, 4)
+        archiver.committed(4, 0)
+        archiver.closed()
+        assert scene.run.ledger.archive.steps() == range(3, 5)
+        assert audit(scene.run) == []
+        for step in (1, 3):
+            file = place / f"step-{step:07d}.rmq"
+            file.write_bytes(file.read_bytes()[:-9])
+        (found,) = audit(scene.run)
+        assert "step-0000003" in found
+        (place / "step-0000002.rmq").unlink()
+        assert "step 2" in " ".join(audit(scene.run))
 
 
 def test_a_bucket_holds_an_archive(

@@ -86,3 +86,10 @@ def test_the_run_of_a_bundle_is_kept_where_it_has_a_name(bundle: Path) -> None:
     kept = Path(orjson.loads(done.stdout)["folder"])
     assert (kept / "checkpoints").is_dir()
     assert in_process("replay", str(bundle), "--json", "--name", "kept").returncode
+
+
+@pytest.mark.parametrize("name", ["", "..", "../out", "a/b", ".hidden", "step5.rmq"])
+def test_a_name_that_is_none_is_refused(bundle: Path, name: str) -> None:
+    done = in_process("replay", str(bundle), "--name", name)
+    assert done.returncode == 2, done.stderr
+    assert [path.name for path in bundle.parent.iterdir()] == [bundle.name]

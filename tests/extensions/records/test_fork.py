@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,19 +13,16 @@ from pathlib import Path
 import orjson
 import pytest
 
+from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.redis.store import Store
-from consumer.grpo.trainer import Trainer
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import StepLog
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
+from rolloutmq.extensions.records import step_file
 from rolloutmq.extensions.records.fork import to_toml
-from rolloutmq.launch.create import create_run
-from rolloutmq.launch.terms import keep_terms, terms_of
-from rolloutmq.observers import observed
 from tests.consumer.grpo.training_config import GROUPS
-from tests.consumer.handle.crew import at_work
+from tests.extensions.records.small_run import train_run
 from tests.rolloutmq.conftest import in_process, rolloutmq
 
 LAST = 7
@@ -41,13 +39,7 @@ def train(file: Path, model_dir: Path) -> Config:
     """Train a fork to its end, as `rolloutmq run` would."""
     config = load_config(file)
     with EmbeddedServer(config.run.folder / "server") as server:
-        store = Store(server.url)
-        run = create_run(store, config, model_dir)
-        terms = keep_terms(config.run.folder, terms_of(config, model_dir))
-        with observed(run, "trainer", config), at_work(run, stamp=0, math=(LAST + 2) * GROUPS):
-            assert Trainer(run, config, model_dir, terms=terms).fit()
-        assert run.account.fsck().clean
-        store.close()
+        train_run(server.url, config, model_dir)
     return config
 
 
@@ -137,3 +129,65 @@ def test_what_cannot_be_forked_is_said(trained: Config) -> None:
 )
 def test_toml_reads_what_was_written(tree: dict[str, object]) -> None:
     assert tomllib.loads(to_toml(tree)) == tree
+
+
+def test_a_fork_of_a_run_that_trains(tmp_path: Path, model_dir: Path) -> None:
+    """Its next steps are those of a run that was never forked, and the forks are whole."""
+    parent = tmp_path / "first"
+    command = [sys.executable, "-m", "tests.extensions.records.processes", "live"]
+    process = subprocess.Popen([*command, str(tmp_path), str(model_dir)])
+    kept = CheckpointFolder(parent / "checkpoints")
+    end = time.monotonic() + 400
+    while 2 not in kept.steps() and time.monotonic() < end:
+        assert process.poll() is None
+        time.sleep(0.05)
+    waiting = fork(parent, 2, "waiting")
+    assert process.poll() is None
+    (tmp_path / "go").touch()
+    while 4 not in kept.steps() and time.monotonic() < end:
+        time.sleep(0.01)
+    training = fork(parent, 4, "training")
+    assert process.wait(400) == 0
+
+    steps = history(parent).steps
+    assert [step.step for step in steps] == list(range(1, 9))
+    assert {gid for step in steps[:4] for gid in step.gids} == {
+        group_id("math", draw) for draw in range(4 * GROUPS)
+    }
+    done = in_process("replay", str(parent), "--json")
+    assert done.returncode == 0, done.stderr
+    assert orjson.loads(done.stdout)["differing_tensor"] == ""
+    for file, at in ((waiting, 2), (training, 4)):
+        child = train(file, model_dir)
+        log = history(child.run.folder)
+        assert [step.gids for step in log.steps[:at]] == [step.gids for step in steps[:at]]
+        assert [step.step for step in log.steps] == list(range(1, 9))
+        assert log.trained_twice() == {}
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_fork(
+    trained: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = tmp_path / "first"
+    shutil.copytree(trained.run.folder, parent, ignore=shutil.ignore_patterns("server"))
+    link = step_file.link_or_copy
+
+    def late(source: str | Path, target: str | Path) -> None:
+        link(source, target)
+        CheckpointFolder(parent / "checkpoints").prune(1)
+
+    monkeypatch.setattr(step_file, "link_or_copy", late)
+    done = in_process("fork", str(parent), "--at", "2", "--name", "none")
+    assert done.returncode == 2
+    assert "meanwhile" in done.stderr
+    assert not CheckpointFolder(tmp_path / "none" / "checkpoints").steps()
+
+
+def test_half_a_line_of_a_log_is_left_out(trained: Config, tmp_path: Path) -> None:
+    parent = tmp_path / "first"
+    shutil.copytree(trained.run.folder, parent, ignore=shutil.ignore_patterns("server"))
+    log = parent / "steps.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:2], lines[2][:40], b"\n", *lines[2:], lines[4][:30]]))
+    fork(parent, 5, "torn")
+    assert (tmp_path / "torn" / "steps.jsonl").read_bytes() == b"".join(lines)

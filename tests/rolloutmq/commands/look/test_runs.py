@@ -157,6 +157,7 @@ def test_drain_waits_for_the_last_group(scene: Scene, command: Command) -> None:
 
 
 def test_folders_are_listed_without_a_server_the_running_one_first(tmp_path: Path) -> None:
+    assert json_of(in_process("runs", "--json", cwd=tmp_path)) == []
     old = tmp_path / "runs" / "old"
     with own(old, "old", ["old.toml"], 8):
         pass
