@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from buffer.groups.verdicts import read_use
+from buffer.groups.verdicts import JudgeUse
 from buffer.ids import new_nonce
 from buffer.redis.store import Store
 from buffer.run.run import Run
@@ -25,7 +25,7 @@ from producer_workers.config.task import TaskSection
 from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.extensions.llm_judge.questions import VerdictUnreadable
 from tests.buffer.scene import Scene
-from tests.extensions.llm_judge.test_llm_judge import judge_of, judged, rollouts
+from tests.extensions.llm_judge.test_llm_judge import judge_of, judged, rollouts, use_of
 from tests.producer_workers.engines.tiny_model import make_tokenizer, write_tiny_model
 from tests.producer_workers.engines.vllm_server import vllm_server
 
@@ -100,10 +100,10 @@ def test_limit_cache_and_counts_of_a_task_are_those_of_the_server(
     with closing(Store("memory://")) as store:
         scene = Scene(store, store.client, new_nonce())
         most = asyncio.run(play(scene.run))
-        use = read_use("math", scene.raw.hgetall(scene.keys.judge_use))
+        use = use_of(scene)
     assert 0 < most <= 2 if limit else most > 2
     asked, read, written = (
-        count(llm, f"vllm:{name}_total") - known for name, known in zip(names, before, strict=True)
+        int(count(llm, f"vllm:{name}_total") - known)
+        for name, known in zip(names, before, strict=True)
     )
-    assert (use.calls, use.prompt_tokens, use.completion_tokens) == (asked, read, written)
-    assert use.cached == 8
+    assert use == JudgeUse(asked, 8, read, written)
