@@ -1,6 +1,6 @@
 """Wait for turns under a limit that all processes share (`buffer.control.call_limit`).
 
-    async with turns.turn(tokens) as turn:      # waits here; other limits of time begin inside
+    async with turns.turn(tokens) as turn:      # waits here; limits of time stand still meanwhile
         answer = await …
         turn.used(answer.tokens)                # or turn.refused(seconds), after a 429
 
@@ -25,6 +25,7 @@ from buffer.control.call_limit import MOST_WANTED, Caller, CallerState, CallLimi
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.redis.retry import LogOnce
 from buffer.redis.store import Store
+from producer_workers.work_time import Work
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -43,7 +44,6 @@ class Turn:
         self.tokens = tokens
         self.unused = 0
         self.refused_s: float | None = None
-        self.has_permit = False
         self.begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def used(self, tokens: int) -> None:
@@ -81,8 +81,8 @@ class Turns:
         return self._unbegun
 
     @asynccontextmanager
-    async def turn(self, tokens: int = 0) -> AsyncIterator[Turn]:
-        """Wait for the turn of a call that uses at most `tokens`.
+    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
+        """Wait for the turn of a call that uses at most `tokens`; `request`: see `Work`.
 
         Raises RolloutMQError for a call with more tokens than the quota of a minute.
         """
@@ -95,18 +95,20 @@ class Turns:
         self._waiting.append(turn)
         self._unbegun += 1
         self._ask_soon()
-        try:
+        with Work(is_waiting=True, request=request) as call:
             try:
-                await turn.begins
+                try:
+                    await turn.begins
+                finally:
+                    self._unbegun -= 1
+                call.begin()
+                yield turn
             finally:
-                self._unbegun -= 1
-            yield turn
-        finally:
-            if turn.has_permit:
-                self._end(turn)
-            else:
-                self._waiting.remove(turn)
-                self._changed.set()
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                    self._changed.set()
+                else:
+                    self._end(turn)
 
     def _end(self, turn: Turn) -> None:
         self._state.ended += 1
@@ -158,21 +160,21 @@ class Turns:
         state = self._state
         wanted = [turn.tokens for turn in islice(self._waiting, MOST_WANTED)]
         try:
-            permits = await self._in_thread(self._caller.ask, replace(state, wanted=wanted))
+            again_s, delays_s = await self._in_thread(
+                self._caller.ask, replace(state, wanted=wanted)
+            )
         except StoreUnavailable as error:  # the calls wait, as all that needs the server
             self._outage.report(error.hint)
             return BELL_S
         self._outage.report("")
-        for delay_s in permits.delays_s:
+        for delay_s in delays_s:
             state.known += 1
             if not self._waiting:  # cancelled while the question was under way
                 state.ended += 1
                 self._changed.set()
                 continue
-            turn = self._waiting.popleft()
-            turn.has_permit = True
-            asyncio.get_running_loop().call_later(delay_s, turn.begin)
-        return permits.again_s
+            asyncio.get_running_loop().call_later(delay_s, self._waiting.popleft().begin)
+        return again_s
 
     def _in_thread(self, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

@@ -112,14 +112,11 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); None: none."""
     said = headers.get("Retry-After", "").strip()
     try:
-        at = float(said) if said[:1].isdigit() else _seconds_until(said)
+        is_date = not said[:1].isdigit()
+        left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
     except (TypeError, ValueError):
         return None
-    return min(max(at, 0.0), LONGEST_REFUSAL_S)
-
-
-def _seconds_until(date: str) -> float:
-    return parsedate_to_datetime(date).timestamp() - time.time()
+    return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
 
 
 TOO_MANY = 429
@@ -168,7 +165,14 @@ class Service:
                 log.warning("%s: %s; %d retries left", self.what, error, left)
             # At random, so that the rollouts of a group do not ask at the same moment again.
             await asyncio.sleep(BACKOFF.pause_s(failed - 1))
-        return self._read(answer)
+        if not answer.is_whole:
+            raise AnswerTooLong(f"{self.what} {answer.problem}")
+        if answer.problem:
+            raise JudgeError(f"{self.what} {answer.problem}")
+        try:
+            return read_json(answer.body, f"the answer of {self.what}")
+        except WireError as error:
+            raise JudgeError(error.message) from error
 
     async def _ask_once(self, body: bytes, tokens: int) -> Answer:
         import aiohttp
@@ -181,13 +185,3 @@ class Service:
             elif turn and tokens and (used := _USAGE.search(answer.body)):
                 turn.used(int(used[1]))
             return answer
-
-    def _read(self, answer: Answer) -> Any:
-        if not answer.is_whole:
-            raise AnswerTooLong(f"{self.what} {answer.problem}")
-        if answer.problem:
-            raise JudgeError(f"{self.what} {answer.problem}")
-        try:
-            return read_json(answer.body, f"the answer of {self.what}")
-        except WireError as error:
-            raise JudgeError(error.message) from error

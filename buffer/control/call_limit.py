@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from buffer.ids import new_nonce
 from buffer.redis.keys import LIMITS, Keys
@@ -59,16 +58,6 @@ class CallerState:
     wanted: Sequence[int] = ()
 
 
-class Permits(NamedTuple):
-    """`delays_s`: of each new permit, the time until its call may be made.
-
-    `again_s`: when the caller must ask again, unless its bell rings; 0: it need not.
-    """
-
-    again_s: float
-    delays_s: tuple[float, ...]
-
-
 class Caller:
     """Asks for the permits of one flow, for one process."""
 
@@ -86,20 +75,19 @@ class Caller:
             "at_once": limit.at_once,
         }
 
-    def ask(self, state: CallerState) -> Permits:
-        """Report, and return the permits behind `state.known`. Raises StoreUnavailable."""
-        args: dict[str, Arg] = {
-            **self._fixed,
-            "known": state.known,
-            "ended": state.ended,
-            "unused": state.unused,
-            "refused": state.refused,
-            "pause_ms": round(1000 * state.pause_s),
-        }
+    def ask(self, state: CallerState) -> tuple[float, list[float]]:
+        """Report; return when to ask again, and of each permit behind `state.known`, when to call.
+
+        In seconds; 0: it need not ask again, as it need not before its bell rings. Raises
+        StoreUnavailable.
+        """
+        counts = ("known", "ended", "unused", "refused")
+        args = self._fixed | {name: getattr(state, name) for name in counts}
+        args["pause_ms"] = round(1000 * state.pause_s)
         wanted = state.wanted[:MOST_WANTED]
         reply = self._store.call("permit", self._keys.slots(), args, tail_args=wanted)
         again_s, *delays_s = (int(ms) / 1000 for ms in reply[1:])
-        return Permits(again_s, tuple(delays_s))
+        return again_s, delays_s
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until another caller's call gave this one permits, or freed a slot."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,17 @@ REWARD_OF_TASK = "rewards/mean/"
 LENGTH_BIAS = "length_bias/"
 """Prefix of what shows whether long responses are trained (buffer/control/length_counts.py)."""
 
-OF_TASKS = (REWARD_OF_TASK, LENGTH_BIAS, "expired/")
-"""Prefixes of reported metrics that each task has."""
+CURRENCY = "cost/in/"
+"""Prefix of a metric that is 1: its name ends with the currency of all costs."""
+
+OPEN = (REWARD_OF_TASK, LENGTH_BIAS, "expired/", CURRENCY)
+"""Prefixes of reported metrics whose names end with a task, or a currency."""
+
+
+def currency_of(metrics: Iterable[str]) -> str:
+    """Return the currency in the names of a step's metrics; "" without prices."""
+    return next((n.removeprefix(CURRENCY) for n in metrics if n.startswith(CURRENCY)), "")
+
 
 TRAINING = "train"
 EVALUATION = "eval:"
@@ -101,7 +110,7 @@ class ReportedStep:
         shown = {
             name: float(value)
             for name, value in metrics.items()
-            if name in REPORTED or name.startswith(OF_TASKS)
+            if name in REPORTED or name.startswith(OPEN)
         }
         return cls(step, shown)
 

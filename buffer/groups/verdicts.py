@@ -6,7 +6,9 @@ No text is a key: a verdict lies under a digest of all that its judge has read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
+from threading import Lock
 
 from buffer.errors import StoreFull
 from buffer.ids import new_nonce
@@ -26,14 +28,17 @@ class JudgeUse:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    def __add__(self, other: JudgeUse) -> JudgeUse:
+        return JudgeUse(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
-def read_use(task: str, fields: Mapping[bytes, bytes]) -> JudgeUse:
-    """Return what all processes have used for a task, from the hash `judge_use`."""
-    total = [0, 0, 0, 0]
+
+def use_by_task(fields: Mapping[bytes, bytes]) -> dict[str, JudgeUse]:
+    """Return what all processes have used for each task, from the hash `judge_use`."""
+    found: dict[str, JudgeUse] = {}
     for name, counts in fields.items():
-        if name.decode().rpartition(" ")[0] == task:
-            total = [a + int(b) for a, b in zip(total, counts.split(), strict=True)]
-    return JudgeUse(*total)
+        task = name.decode().rpartition(" ")[0]
+        found[task] = found.get(task, JudgeUse()) + JudgeUse(*map(int, counts.split()))
+    return found
 
 
 class Verdicts:
@@ -47,6 +52,7 @@ class Verdicts:
         self._who = f"{task} {new_nonce()}"
         self._bounds: dict[str, Arg] = {"entries": entries, "most_bytes": size}
         self.use = JudgeUse()
+        self._lock = Lock()  # counts must arrive in order
 
     def find(self, digest: str) -> bytes | None:
         """Return the verdict of a digest. Raises StoreUnavailable."""
@@ -56,7 +62,8 @@ class Verdicts:
         now, before = self._store.send("verdict", [("HGET", key, digest) for key in keys])
         found: bytes | None = before if now is None else now
         if found is not None:
-            self.use.cached += 1
+            with self._lock:
+                self.use.cached += 1
             self.note(digest, found)
         return found
 
@@ -70,10 +77,9 @@ class Verdicts:
             "digest": digest,
             "verdict": verdict if is_kept else b"",
             "who": self._who,
-            "counts": " ".join(map(str, astuple(self.use))),
             **self._bounds,
         }
-        try:
+        # a judge can be asked again, and what it used is written with the next verdict
+        with self._lock, suppress(StoreFull):
+            args["counts"] = " ".join(map(str, astuple(self.use)))
             self._store.call("keep_verdict", self._keys.slots(), args)
-        except StoreFull:  # a judge can be asked again
-            return

@@ -169,7 +169,7 @@ class Account:
         return report
 
     def tokens(self) -> dict[str, TokenAccount]:
-        """Return the account of sampled tokens of each task, as of one instant for each."""
+        """Return the account of sampled tokens of each task, all as of one instant."""
         return read_tokens(self._store, self._keys, list(self._limits.tasks))
 
     def stages(self, task: str, draw: int) -> list[str]:

@@ -1,6 +1,6 @@
 """The account of tokens: each that an engine sampled ends in one row, or is in a stage (I1).
 
-    engine ─▶ worker: running ─▶ groups: waiting, pools, taken ─▶ a row of TOKEN_ROWS
+    engine ─▶ worker: running ─▶ groups: waiting, running, pool, taken ─▶ a row of TOKEN_ROWS
                └ its lease or process is lost ─▶ lost
 
 A group takes its tokens along in the scripts that move it (`lua/shared/tokens.lua`).
@@ -10,31 +10,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from buffer.redis.bulk_io import Command
-from buffer.redis.key_fields import read_counts
 from buffer.redis.key_table import TOKEN_ROWS
 from buffer.redis.keys import Keys
+from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
 USED = ("trained", "evaluated")
 """Rows of tokens that served what they were sampled for."""
 
-_FIELDS = [f"tokens_{name}" for name in ("sampled", "prompt", "again", *TOKEN_ROWS)]
+MOST_GROUPS = 5000
+"""Groups that wait, run or are taken, which are read one by one, in 10 ms of the server."""
+
+_COUNTED = ("sampled", "prompt", "again", *TOKEN_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
     """Tokens of one task, or of all.
 
-    `sampled`: in groups and rows. `running`: beside these, with workers, as their last heartbeats
-    said. `prompt`: read by the engines, `again` after resumes.
+    `sampled`: in groups and rows. `reported`: beside these, with workers, as their last heartbeats
+    said. `stages`: all that is in no row. `prompt`: read by the engines, `again` after resumes.
     """
 
     sampled: int
+    reported: int
     rows: Mapping[str, int]
-    running: int = 0
+    stages: Mapping[str, int]
     prompt: int = 0
     again: int = 0
 
@@ -44,43 +47,42 @@ class TokenAccount:
 
     @property
     def in_groups(self) -> int:
-        """Return the tokens of groups that wait, are in a pool, or are taken."""
         return self.sampled - self.ended
 
     @property
     def total(self) -> int:
-        return self.sampled + self.running
+        return self.sampled + self.reported
 
     @property
     def table(self) -> dict[str, int]:
         """Return all rows, stages too; their sum is `total`."""
-        return {**self.rows, "in_groups": self.in_groups, "running": self.running}
+        return {**self.rows, **self.stages}
 
     @classmethod
     def of_all(cls, accounts: Sequence[TokenAccount]) -> TokenAccount:
-        rows = Counter(dict.fromkeys(TOKEN_ROWS, 0))
+        rows, stages = Counter[str](), Counter[str]()
         for account in accounts:
             rows.update(account.rows)
-        counts = ("sampled", "running", "prompt", "again")
-        return cls(rows=rows, **{n: sum(getattr(a, n) for a in accounts) for n in counts})
+            stages.update(account.stages)
+        counts = ("sampled", "reported", "prompt", "again")
+        sums = {n: sum(getattr(a, n) for a in accounts) for n in counts}
+        return cls(rows=rows, stages=stages, **sums)
 
 
 def read_tokens(store: Store, keys: Keys, tasks: Sequence[str]) -> dict[str, TokenAccount]:
-    """Return the accounts of some tasks, in two round trips."""
-    workers = [w.decode() for w in store.ask("workers", "ZRANGE", keys.workers, 0, -1)]
-    reads: list[Command] = [("HGETALL", keys.worker_tokens_of + worker) for worker in workers]
-    reads += [("HMGET", keys.progress(task), *_FIELDS) for task in tasks]
-    replies = store.send("tokens", reads)
-    running = Counter[str]()
-    for of_worker in replies[: len(workers)]:
-        for task, totals in of_worker.items():
-            heard, _, accounted = totals.partition(b" ")
-            if heard.isdigit() and accounted.isdigit():
-                running[task.decode(errors="replace")] += int(heard) - int(accounted)
-    found = {}
-    for task, values in zip(tasks, replies[len(workers) :], strict=True):
-        sampled, prompt, again, *rows = read_counts(keys.progress(task), _FIELDS, values)
-        by_row = dict(zip(TOKEN_ROWS, rows, strict=True))
-        account = TokenAccount(sampled, by_row, prompt=prompt, again=again)
-        found[task] = replace(account, running=running[task])
+    """Return the accounts of some tasks, as of one instant for all."""
+    fields = " ".join(f"tokens_{name}" for name in _COUNTED)
+    args: dict[str, Arg] = {"fields": fields, "limit": MOST_GROUPS}
+    reply = store.call("tokens", keys.slots(), args, [keys.slots(task=t) for t in tasks], tasks)
+    numbers, found = iter(reply[1:]), {}
+    for task in tasks:
+        sampled, prompt, again = (int(next(numbers)) for _ in range(3))
+        rows = {name: int(next(numbers)) for name in TOKEN_ROWS}
+        reported, waiting, running, taken = (int(next(numbers)) for _ in range(4))
+        rest = sampled - sum(rows.values())
+        stages = {"in_groups": rest, "running": reported}
+        if running >= 0:  # else they are too many
+            stages = {"waiting": waiting, "running": running + reported, "taken": taken}
+            stages["pool"] = rest - waiting - running - taken
+        found[task] = TokenAccount(sampled, reported, rows, stages, prompt, again)
     return found

@@ -192,6 +192,7 @@ SLOTS: Mapping[str, str] = {
     **{f"jobs_{lane}": f"jobs:{{task}}:{lane}" for lane in LANES},
     **{status: f"pool:{{task}}:{status}" for status in POOLS},
     "ledger_train": "ledger:train",
+    "ledger_eval": "ledger:eval",
     "batches": "batch:{ledger}:",
     **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
 }

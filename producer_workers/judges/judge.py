@@ -72,8 +72,15 @@ class Judge(ABC):
     """whether it tells `Verdicts` what it uses, also if none are kept"""
 
     def under(self, turns: Turns) -> Judge:
-        """Return this judge, whose calls wait for their turns."""
-        return LimitedJudge(self, turns)
+        """Return this judge; its calls wait for their turns, before their time limits begin."""
+        ask, self.is_quick = self.ask, False
+
+        async def ask_in_turn(states: Sequence[RolloutState]) -> list[dict[str, float]]:
+            async with turns.turn():
+                return await ask(states)
+
+        self.ask = ask_in_turn  # type: ignore[method-assign]
+        return self
 
     def knowing(self, verdicts: Verdicts) -> Judge:
         """Return this judge with `verdicts`. Only of a judge that `counts_use`."""
@@ -85,24 +92,6 @@ class Judge(ABC):
 
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """End what the judge started."""
-
-
-class LimitedJudge(Judge):
-    """Each call of `judge` waits for one of the `turns` first, outside of the call's time limit."""
-
-    def __init__(self, judge: Judge, turns: Turns) -> None:
-        self.name = judge.name
-        self.sees_group = judge.sees_group
-        self.identity = judge.identity  # type: ignore[method-assign]
-        self._judge = judge
-        self._turns = turns
-
-    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        async with self._turns.turn():
-            return await self._judge.ask(states)
-
-    def close(self) -> None:
-        self._judge.close()
 
 
 class FunctionJudge(Judge):

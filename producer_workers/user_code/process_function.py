@@ -37,6 +37,7 @@ from producer_workers.follow_owner import how_ended, kill_session
 from producer_workers.user_code.border import ROOM, Border, Rules, is_marked_inline, load_border
 from producer_workers.user_code.function_server import HEADER, READY, CallAnswer, Order
 from producer_workers.user_code.user_function import TURNS, UserFunction
+from producer_workers.work_time import ends_within
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -114,8 +115,7 @@ class UserProcess:
             self._leave_if_idle()
 
     async def _limited(self, number: int, answer: asyncio.Future[CallAnswer]) -> CallAnswer:
-        done, _ = await asyncio.wait({answer}, timeout=self._rules.limit_s)
-        if done:
+        if await ends_within(self._rules.limit_s, answer):
             return answer.result()
         if not self._is_shared:
             self.end(f"a call exceeded its limit of {self._rules.limit_s:g} s")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from buffer.job import Job
 from buffer.limits import RunLimits
 from buffer.wire.rollout import PolicyVersion, RolloutState, has_ended
+from producer_workers.work_time import Work
 from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 from producer_workers.worker.shared_engine import SharedEngine
 
@@ -141,10 +142,7 @@ class HeldGroups:
 
     @contextmanager
     def time_limit(self, job: Job, limit_s: float | None) -> Iterator[None]:
-        """End a job that is still in here after `limit_s` seconds, in the same way."""
-        if limit_s is None:
-            yield
-            return
+        """End a job that has worked in here for `limit_s` seconds, in the same way."""
 
         def end() -> None:
             if job not in self._cancel_at:
@@ -152,11 +150,8 @@ class HeldGroups:
                 self._end_soon([job])
                 self._inbox.post(Signal.GROUP_IS_LATE)
 
-        timer = asyncio.get_running_loop().call_later(limit_s, end)
-        try:
+        with Work(limit_s or math.inf, end, job.gid):
             yield
-        finally:
-            timer.cancel()
 
     def _end_soon(self, jobs: Iterable[Job]) -> None:
         self._cancel_at |= dict.fromkeys(jobs, time.monotonic() + CANCEL_S)

@@ -29,12 +29,18 @@ class KeptKey(NamedTuple):
     source: str
 
 
-def keep_config(config: Config, path: Path, overrides: Sequence[str]) -> None:
-    """Write the config of a start, read from `path` with `overrides`, into the run's folder."""
+def keep_config(config: Config, origin: Path | Sequence[KeptKey], overrides: Sequence[str]) -> None:
+    """Write the config of a start into the run's folder.
+
+    `origin`: the file that it was read from, or the keys of another run; `overrides` came on top.
+    """
     on_top: dict[str, Any] = {}
     for override in overrides:
         assign(on_top, override)
-    given = dict.fromkeys(_names(read_tree(path)), "file")
+    if isinstance(origin, Path):
+        given = dict.fromkeys(_names(read_tree(origin)), "file")
+    else:
+        given = {key.name: key.source for key in origin}
     given |= dict.fromkeys(_names(on_top), "--set")
     keys = [
         (name, _masked(value), _source(name, given)) for name, value in _leaves(config.public())
@@ -51,11 +57,18 @@ def read_config(folder: Path) -> list[KeptKey]:
 
 
 def differences(folders: Mapping[str, Path]) -> list[tuple[str, list[Any]]]:
-    """Return the keys whose values differ between runs, and their values; None: it has no such."""
+    """Return the keys whose values differ between runs, and their values; None: it has no such.
+
+    A run whose folder has no config differs in none.
+    """
     configs = [{key.name: key.value for key in read_config(path)} for path in folders.values()]
-    names = sorted({name for each in configs for name in each} - {"run.name", "run.dir"})
-    values = [(name, [each.get(name) for each in configs]) for name in names]
-    return [(name, found) for name, found in values if any(one != found[0] for one in found)]
+    known = [each for each in configs if each]
+    names = sorted({name for each in known for name in each} - {"run.name", "run.dir"})
+    return [
+        (name, [each.get(name) for each in configs])
+        for name in names
+        if any(each.get(name) != known[0].get(name) for each in known)
+    ]
 
 
 def _load(folder: Path) -> Any:

@@ -297,6 +297,10 @@ FAMILIES: tuple[Family, ...] = (
         "tokens", "Sampled tokens by what became of them.", ("task", "row"),
         partial(_by_label, lambda t: t.tokens),
     ),
+    Family(
+        "cost_currency", "1 for the currency of all costs.", ("currency",),
+        lambda s: [((s.currency,), 1.0)] if s.currency else [],
+    ),
     _of_step("cost_step", "Of the last step.", "cost/step"),
     _of_step("cost_million_trained", "By a million trained tokens.", "cost/million_trained"),
     _of_step("never_trained_share", "Of tokens that ended.", "cost/never_trained"),

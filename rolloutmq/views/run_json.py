@@ -15,7 +15,7 @@ from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.number_rows import json_of
 from rolloutmq.views.run_view import RunView, TaskView
 
-_RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged")
+_RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged", "currency")
 _SHARE = ("share", "number", "total", "level")
 
 

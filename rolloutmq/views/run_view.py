@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.control.control import RoleHolder
-from buffer.control.events import Event, TrainerReport, parse_event
+from buffer.control.events import Event, TrainerReport, currency_of, parse_event
 from buffer.control.retry_counts import Retries
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
 from buffer.errors import RunDamaged, RunNotFound
-from buffer.groups.verdicts import JudgeUse, read_use
+from buffer.groups.verdicts import JudgeUse, use_by_task
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
@@ -206,6 +206,11 @@ class RunView:
     def reported(self, metric: str) -> float | None:
         """Return a metric of the newest train step; None if the trainer reported none."""
         return self.report.training.metrics.get(metric) if self.report.training else None
+
+    @property
+    def currency(self) -> str:
+        """Of what the run costs; "" without prices."""
+        return currency_of(self.report.training.metrics if self.report.training else {})
 
     @property
     def live_workers(self) -> list[WorkerRecord]:
@@ -411,7 +416,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         batch_share=int(asked.get(name, 0)) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
-        judge_use=read_use(name, replies["judge_use"]),
+        judge_use=use_by_task(replies["judge_use"]).get(name, JudgeUse()),
     )
 
 

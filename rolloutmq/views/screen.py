@@ -181,7 +181,9 @@ def _cost(view: RunView) -> str:
     """Return what the run costs; "" without prices."""
     said = {"total": "so far", "step": "a step", "next_100_steps": "the next 100 steps"}
     found = {words: view.reported(f"cost/{name}") for name, words in said.items()}
-    return " · ".join(f"{number:,.2f} {words}" for words, number in found.items() if number)
+    return " · ".join(
+        f"{number:,.2f} {view.currency} {words}" for words, number in found.items() if number
+    )
 
 
 def _role(role: RoleHolder) -> Text:

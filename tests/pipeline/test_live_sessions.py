@@ -217,6 +217,26 @@ def test_a_session_is_reached_by_any_living_gateway_and_its_responses_by_the_nex
 
 
 @pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_program_skips_the_group_of_its_session_also_at_another_gateway(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    yard = gateways.yard
+    first, second = gateways.start("g0"), gateways.start("g1")
+    opened = gateways.open(first)
+    key, other = (each["key"] for each in opened["sessions"])
+    where = f"{second}/sessions/{key}/reward"
+    said = gateways.http.post(where, json={"skip": "the page is gone"}, follow_redirects=True)
+    assert said.json() == {"status": "ended"}
+    (letter,) = yard.run.skips.newest()
+    assert (letter.gid, letter.reason) == (opened["group"], "the page is gone")
+    assert yard.stages() == {"skipped": 1, "waiting": 2}
+    for one, reward in ((key, {"skip": "again"}), (other, {"score": 1.0})):
+        assert gateways.reward(first, one, **reward).status_code == 410
+    yard.check()
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
 def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
     make_gateways: Callable[..., Gateways],
 ) -> None:

@@ -347,7 +347,7 @@ class Yard:
     def check_tokens(self) -> None:
         """The account has every token that the engines sampled, once all workers have left."""
         account = self.run.account.tokens()[TASK]
-        assert account.running == 0, account
+        assert account.reported == 0, account
         assert account.total == sum(engine.sampled for engine in self._engines), account
 
     def check(self) -> None:

@@ -62,6 +62,7 @@ class HttpRequest(GrowingResponse):
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> None:
         super().__init__()
+        self.id = request_id
         self.group = request_id.partition("/")[0]
         self._prompt = prompt_ids.tolist()
         self._params = params
@@ -292,7 +293,7 @@ class HttpEngine:
             return
         while True:
             prompt = len(request.prompt())
-            async with self.turns.turn(prompt + request.most_tokens()) as turn:
+            async with self.turns.turn(prompt + request.most_tokens(), request.id) as turn:
                 try:
                     await self._stream(request)
                     turn.used(len(request.prompt()))

@@ -13,8 +13,8 @@ from buffer.config.section import Count
 class CostSection(AttachedSection):
     """[cost]: prices, in a currency of your own; without one, that part costs nothing."""
 
-    currency: str = Field("USD", min_length=1, max_length=8)
-    """what prices are in; a label"""
+    currency: str = Field("USD", pattern=r"^[^\s/]{1,8}$")
+    """what prices are in; a label that stands where costs are shown"""
     worker_gpu_hour: float = Field(0.0, ge=0, le=1e9)
     """price of an hour of one GPU that samples"""
     worker_gpus: Count | None = Field(None, ge=1)
@@ -29,6 +29,10 @@ class CostSection(AttachedSection):
     """price of a million tokens that a hosted policy model samples"""
     million_prompt_tokens: float = Field(0.0, ge=0, le=1e9)
     """price of a million tokens that a hosted policy model reads"""
+    million_judge_prompt_tokens: float = Field(0.0, ge=0, le=1e9)
+    """price of a million tokens that judges by a language model read (judge = "llm")"""
+    million_judge_completion_tokens: float = Field(0.0, ge=0, le=1e9)
+    """price of a million tokens that these judges write"""
 
     def warnings(self) -> Iterator[str]:
         if self.judge_gpu_hour and not self.judge_gpus:

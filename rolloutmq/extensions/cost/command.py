@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
+from buffer.control.events import currency_of
 from buffer.errors import StoreUnavailable
+from buffer.groups.verdicts import JudgeUse
 from buffer.ledger.tokens import TokenAccount
 from consumer.handle.step_log import read_steps
 from rolloutmq.command_list import command
+from rolloutmq.extensions.cost.meter import judge_use
 from rolloutmq.options import Output, Target, or_folder
 from rolloutmq.output import count, facts, table
 
@@ -29,17 +33,23 @@ def _of_folder(folder: Path, error: StoreUnavailable, **_: object) -> Output:
 def cost(target: Target) -> Output:
     """Show where the sampled tokens of a run went, and what it has cost.
 
-    Every token that an engine sampled is in one row: what became of its group, or `in_groups`
-    (waiting, in a pool, taken), or `running` (with a worker, as of its last heartbeat). `prompt`
-    are tokens that engines have read, `again` those of them that were read after an interruption.
-    Costs are as of the newest train step; [cost] has the prices.
+    Every token that an engine sampled is in one row: what became of its group, or the stage in
+    which it is (waiting, running, pool, taken). `prompt` are tokens that engines have read, `again`
+    those of them that were read after an interruption. Costs are as of the newest train step;
+    [cost] has the prices.
     """
     accounts = target.run.account.tokens()
     whole = TokenAccount.of_all([*accounts.values()])
+    judges = judge_use(target.run)
     found = _costs(target.run_dir)
-    document = {"tokens": {task: _json(each) for task, each in accounts.items()}, "cost": found}
-    shown: list[RenderableType] = [_tokens_shown(accounts, whole), _costs_shown(found)]
-    return Output(document | {"all": _json(whole)}, shown)
+    document = {
+        "tokens": {task: _json(each) for task, each in accounts.items()},
+        "all": _json(whole),
+        "judges": {task: asdict(use) for task, use in judges.items()},
+        "cost": found,
+    }
+    shown: list[RenderableType] = [_tokens_shown(accounts, whole, judges), _costs_shown(found)]
+    return Output(document, shown)
 
 
 def _json(account: TokenAccount) -> dict[str, int]:
@@ -52,22 +62,27 @@ def _costs(folder: Path | None) -> dict[str, Any]:
     if not steps:
         return {}
     newest = steps[-1].metrics
-    names = (*COSTS, *SHARES)
-    return {"as_of_step": steps[-1].step} | {
-        name: newest[f"cost/{name}"] for name in names if f"cost/{name}" in newest
-    }
+    found = {name: newest[f"cost/{name}"] for name in (*COSTS, *SHARES) if f"cost/{name}" in newest}
+    return {"as_of_step": steps[-1].step, "currency": currency_of(newest), **found}
 
 
-def _tokens_shown(accounts: dict[str, TokenAccount], whole: TokenAccount) -> Table:
+def _tokens_shown(
+    accounts: dict[str, TokenAccount], whole: TokenAccount, judges: dict[str, JudgeUse]
+) -> Table:
     columns = {**accounts, "all": whole} if len(accounts) > 1 else accounts
+    judges = {**judges, "all": sum(judges.values(), JudgeUse())}
     grid = table("tokens", *columns, "share", right=[*columns, "share"])
     for row, number in whole.table.items():
         if number:
             cells = (f"{account.table[row]:,}" for account in columns.values())
             grid.add_row(row, *cells, f"{number / whole.total:.1%}")
-    for name in ("total", "prompt", "again"):
+    for label, name in (("sampled", "total"), ("prompt", "prompt"), ("again", "again")):
         cells = (f"{getattr(account, name):,}" for account in columns.values())
-        grid.add_row("sampled" if name == "total" else name, *cells, "")
+        grid.add_row(label, *cells, "")
+    for label, name in (("judges read", "prompt_tokens"), ("judges wrote", "completion_tokens")):
+        if getattr(judges["all"], name):
+            used = (getattr(judges.get(task, JudgeUse()), name) for task in columns)
+            grid.add_row(label, *map("{:,}".format, used), "")
     return grid
 
 
@@ -79,8 +94,9 @@ def _costs_shown(found: dict[str, Any]) -> Table | str:
         "next_100_steps": "next 100 steps", "idle_workers": "idle time of workers",
         "idle_trainer": "idle time of the trainer", "never_trained": "sampled, never trained",
     }  # fmt: skip
+    currency = f" {found['currency']}".rstrip()
     rows = [
-        (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}")
+        (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}{currency}")
         for name, label in words.items()
         if name in found
     ]

@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from buffer.control.events import CURRENCY
+from buffer.groups.verdicts import JudgeUse, use_by_task
 from buffer.ledger.tokens import USED, TokenAccount
 from buffer.manifest import Manifest
 from buffer.observers import Observer
@@ -58,7 +60,8 @@ class CostMeter(Observer):
         self._hours["trainer"] += (now - self._trained_at) / 3600 * self._trainer_gpus
         self._trained_at = now
         tokens = TokenAccount.of_all([*self._run.account.tokens().values()])
-        before, self._total = self._total, self._price(tokens)
+        judges = sum(judge_use(self._run).values(), JudgeUse())
+        before, self._total = self._total, self._price(tokens, judges)
         self._costs.append(max(0.0, self._total - before))
         hours, trained = self._hours, tokens.rows["trained"]
         unused = tokens.ended - sum(tokens.rows[row] for row in USED)
@@ -70,6 +73,11 @@ class CostMeter(Observer):
             "cost/next_100_steps": 100 * sum(self._costs) / len(self._costs),
             "cost/idle_trainer": hours["trainer_wait"] / max(hours["trainer"], 1e-12),
         }
+        if self._total:
+            found[CURRENCY + self._prices.currency] = 1.0
+        if judges.prompt_tokens:
+            found["cost/judge_prompt_tokens"] = judges.prompt_tokens
+            found["cost/judge_completion_tokens"] = judges.completion_tokens
         if hours["worker"]:
             found["cost/idle_workers"] = max(0.0, 1 - hours["worker_busy"] / hours["worker"])
         if tokens.ended:
@@ -97,7 +105,7 @@ class CostMeter(Observer):
             self._hours["judge"] += paid_ms / HOUR_MS * self._prices.judge_gpus
         self._sampling, self._read_ms = sampling, now_ms
 
-    def _price(self, tokens: TokenAccount) -> float:
+    def _price(self, tokens: TokenAccount, judges: JudgeUse) -> float:
         prices, hours = self._prices, self._hours
         return (
             hours["worker"] * prices.worker_gpu_hour
@@ -105,7 +113,14 @@ class CostMeter(Observer):
             + hours["judge"] * prices.judge_gpu_hour
             + tokens.total / 1e6 * prices.million_sampled_tokens
             + tokens.prompt / 1e6 * prices.million_prompt_tokens
+            + judges.prompt_tokens / 1e6 * prices.million_judge_prompt_tokens
+            + judges.completion_tokens / 1e6 * prices.million_judge_completion_tokens
         )
+
+
+def judge_use(run: Run) -> dict[str, JudgeUse]:
+    """Return what the judges of each task have used, of kinds that count it."""
+    return use_by_task(run.store.ask("judge_use", "HGETALL", run.keys.judge_use))
 
 
 def observe(run: Run, process: str, config: Config) -> None:

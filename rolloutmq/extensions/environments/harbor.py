@@ -29,9 +29,10 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.errors import ConfigError, JudgeError
+from buffer.errors import ConfigError, JudgeError, Skip
 from buffer.failure_text import trace_text
 from producer_workers.user_code.border import check_numbers
+from producer_workers.work_time import timeout
 from rolloutmq.extensions.gateway.agents import (
     EVERY_ROLE,
     MODEL,
@@ -80,7 +81,8 @@ class HarborAgent:
 
     `trial`: keys of Harbor's TrialConfig, with the agent. `reward` is the key of the tests' reward
     that becomes the score. After an error in `scored_errors`, beside those in SCORED_ERRORS, the
-    tests' reward counts. `trials_dir` keeps the folders of trials.
+    tests' reward counts. An error in `skipped_errors` skips the group, as does a key `skip` of the
+    reward that is not 0. `trials_dir` keeps the folders of trials.
     """
 
     resumable = False
@@ -92,6 +94,7 @@ class HarborAgent:
         trial: Mapping[str, Any],
         reward: str = "reward",
         scored_errors: Collection[str] = (),
+        skipped_errors: Collection[str] = (),
         trials_dir: str | None = None,
         trials_at_once: int = 16,
         time_limit_s: float = 7200.0,
@@ -107,6 +110,7 @@ class HarborAgent:
                 raise ConfigError("agent_loop_options.trial has no table agent", hint=hint)
         self._reward = reward
         self._scored = SCORED_ERRORS | set(scored_errors)
+        self._skipped = frozenset(skipped_errors)
         self._trials_dir = trials_dir
 
     def check(self) -> None:
@@ -114,7 +118,7 @@ class HarborAgent:
         self.processes.check({**self._config, "task": {"path": "."}})
 
     async def run(self, begin: Begin) -> Earned:
-        """Return the reward of the trial's tests. Raises TrialFailed."""
+        """Return the reward of the trial's tests. Raises TrialFailed, Skip."""
         task = begin()
         name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
         agent = self._config["agent"]
@@ -131,6 +135,11 @@ class HarborAgent:
 
     def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
         found = dict(answer["rewards"] or {})
+        if found.pop("skip", 0):
+            raise Skip("the task's tests say so")
+        for error in answer["errors"]:
+            if error["type"] in self._skipped:
+                raise Skip(_line(error))
         score = found.pop(self._reward, None)
         given = {} if score is None else {**found, "score": score}
         try:
@@ -169,7 +178,7 @@ def _line(error: Mapping[str, str]) -> str:
 class TrialProcesses:
     """The processes of trials, up to `at_once`. One that is ended has `cleanup_s` for that."""
 
-    def __init__(self, python: str, at_once: int, limit_s: float | None, cleanup_s: float) -> None:
+    def __init__(self, python: str, at_once: int, limit_s: float, cleanup_s: float) -> None:
         found = shutil.which(python)
         if found is None:
             raise ConfigError(
@@ -214,7 +223,7 @@ class TrialProcesses:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _run(self, request: Mapping[str, Any], limit_s: float | None) -> Any:
+    async def _run(self, request: Mapping[str, Any], limit_s: float) -> Any:
         with tempfile.TemporaryFile() as stderr:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -226,7 +235,7 @@ class TrialProcesses:
                 start_new_session=True,
             )
             try:
-                async with asyncio.timeout(limit_s):
+                async with timeout(limit_s):
                     answer = await _ask(process, {**request, "cleanup_s": self._cleanup_s})
             except TimeoutError as error:
                 hint = "see agent_loop_options.time_limit_s"

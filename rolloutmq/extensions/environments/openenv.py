@@ -4,7 +4,7 @@
                                                       └ done, or a limit: the rewards are added up
 
 A problem's `extra` may have the arguments of `reset`. Whatever the environment raises fails the
-rollout.
+rollout. An observation with `metadata = {"skip": "reason"}` skips the group.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import orjson
 from buffer.errors import ConfigError, RolloutMQError, ServiceAway
 from buffer.imports import import_package, is_dotted_path, load_function
 from producer_workers.http_client import AWAY
+from producer_workers.user_code.border import raise_skip
 from rolloutmq.extensions.environments.rows import NOTHING_ASKED
 from rolloutmq.extensions.gateway.agents import AgentTask
 
@@ -109,9 +110,13 @@ def _earned(rewards: list[float | None], *, is_over: bool, by_turn: bool) -> dic
 
 
 async def _step(environment: Any, action: dict[str, Any]) -> Any:
-    """Return the result of a step. Raises EpisodeBroken where the client has connected anew."""
+    """Return the result of a step.
+
+    Raises Skip, and EpisodeBroken where the client has connected anew.
+    """
     connection = environment._ws
     result = await environment.step(action)
+    raise_skip(result.metadata)
     if environment._ws is not connection:  # the server has begun another episode for it
         raise EpisodeBroken("the connection to the environment broke in the middle of an episode")
     return result
@@ -121,7 +126,7 @@ async def _step(environment: Any, action: dict[str, Any]) -> Any:
 async def _episode(
     url: str, arguments: Mapping[str, Any], timeout_s: float
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """Connect, and reset the environment. Raises ServiceAway."""
+    """Connect, and reset the environment. Raises ServiceAway, Skip."""
     core = import_package("openenv.core", REQUIREMENT)
     client = core.GenericEnvClient(base_url=url, message_timeout_s=timeout_s)
     try:
@@ -140,6 +145,7 @@ async def _episode(
             if _NO_ROOM in str(error):
                 raise ServiceAway(f"{url} has no room for another episode") from error
             raise
+        raise_skip(result.metadata)
         yield environment, result
 
 

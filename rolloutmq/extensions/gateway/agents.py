@@ -33,6 +33,7 @@ from buffer.redis.retry import Backoff
 from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.border import Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of
+from producer_workers.work_time import timeout
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -255,7 +256,7 @@ class ProgramAgent:
             start_new_session=True,
         )
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with timeout(self._limit_s):
                 stderr = await _talk(process, orjson.dumps(given, default=str))
         except TimeoutError as error:
             message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"

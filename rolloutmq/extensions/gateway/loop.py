@@ -38,6 +38,7 @@ from producer_workers.config.producing import ProducingConfig
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
+from producer_workers.work_time import AGENT
 from rolloutmq.extensions.gateway.agent_rollouts import (
     Rollouts,
     ended_rollouts,
@@ -226,7 +227,7 @@ class GatewayAgentLoop(AgentLoop):
             )
 
         try:
-            earned = await self._run(begin, sessions, split_group_id(gid)[0])
+            earned = await self._run(begin, sessions, name)
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
             earned = {EVERY_ROLE: dict(error.earned)} if error.earned and not self._judge else None
@@ -262,9 +263,11 @@ class GatewayAgentLoop(AgentLoop):
         session.unsent = [*finished] if self.answers_again else []
         return session
 
-    async def _run(self, begin: Begin, sessions: AgentSessions, task: str) -> Earned | None:
+    async def _run(self, begin: Begin, sessions: AgentSessions, name: str) -> Earned | None:
         async def play() -> Earned | None:
+            task = split_group_id(name.partition("/")[0])[0]
             async with self._turns(task).turn() if self._turns else nullcontext():
+                AGENT.set(name)
                 return await self._agent.run(begin)
 
         running = asyncio.ensure_future(play())

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import orjson
 
 from buffer.errors import JudgeError
-from buffer.groups.verdicts import Verdicts
+from buffer.groups.verdicts import JudgeUse, Verdicts
 from buffer.imports import import_extra
 from buffer.wire.group import FEEDBACK
 from buffer.wire.rollout import RolloutState
@@ -30,29 +29,9 @@ from rolloutmq.extensions.llm_judge.questions import (
     VerdictUnreadable,
     question,
 )
-
-if TYPE_CHECKING:  # the section makes the judge
-    from rolloutmq.extensions.llm_judge.section import LlmSection
+from rolloutmq.extensions.llm_judge.section import LlmSection
 
 BYTES_PER_TOKEN = 3  # of a prompt, to reserve its tokens; what an answer counts is settled later
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
 
 
 class LlmJudge(Judge):
@@ -150,34 +129,39 @@ class LlmJudge(Judge):
         known = await asyncio.to_thread(self._verdicts.find, digest) if self._verdicts else None
         if known is not None:
             return Verdict(*orjson.loads(known))
-        said = await self._say(body)
+        kept = b""
         try:
-            verdict = asked.read(said)
-        except VerdictUnreadable:
-            again = [
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": JSON_AGAIN},
-            ]
-            verdict = asked.read(await self._say({**body, "messages": [*asked.messages, *again]}))
-        if self._verdicts:
-            await asyncio.to_thread(self._verdicts.note, digest, orjson.dumps([*verdict]))
-        return verdict
+            said = await self._say(body)
+            try:
+                verdict = asked.read(said)
+            except VerdictUnreadable:
+                again = [
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": JSON_AGAIN},
+                ]
+                said = await self._say({**body, "messages": [*asked.messages, *again]})
+                verdict = asked.read(said)
+            kept = orjson.dumps([*verdict])
+            return verdict
+        finally:  # an answer without a verdict has used tokens, too
+            if self._verdicts:
+                await asyncio.to_thread(self._verdicts.note, digest, kept)
 
     async def _say(self, body: dict[str, Any]) -> str:
         """Return what the model answers, and count its tokens. Raises JudgeError."""
         prompt = sum(len(message["content"].encode()) for message in body["messages"])
         most = prompt // BYTES_PER_TOKEN + int(body["max_tokens"])
-        if self._verdicts:
-            self._verdicts.use.calls += 1
+        use = self._verdicts.use if self._verdicts else JudgeUse()
+        use.calls += 1
+        answer = await self._service.ask(body, most)
         try:
-            answer = msgspec.convert(await self._service.ask(body, most), _Completion)
-        except msgspec.ValidationError as error:
-            raise JudgeError(f"{self._service.what} answered something else: {error}") from error
-        if self._verdicts and answer.usage:
-            use = self._verdicts.use
-            use.prompt_tokens += answer.usage.prompt_tokens
-            use.completion_tokens += answer.usage.completion_tokens
-        return (answer.choices[0].message.content or "") if answer.choices else ""
+            counts = answer.get("usage") or {}
+            use.prompt_tokens += int(counts.get("prompt_tokens", 0))
+            use.completion_tokens += int(counts.get("completion_tokens", 0))
+            return str(answer["choices"][0]["message"]["content"] or "")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            what = f"{self._service.what} answered something else: {answer!r:.200}"
+            raise JudgeError(what) from error
 
 
 def _reward(values: Sequence[float], *, is_repeated: bool) -> dict[str, float]:

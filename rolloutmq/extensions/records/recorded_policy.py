@@ -92,7 +92,7 @@ def record_step(run: Path, file: StepFile, target: Path) -> list[Difference]:
 
 
 def check_step(run: Path, file: StepFile) -> tuple[int, list[Difference]]:
-    """Train the step of an unpacked bundle; return how many numbers it compared, and what differs."""
+    """Train an unpacked bundle; return how many numbers were compared, and those that differ."""
     config = config_of(file.facts.config, run={"dir": str(run)})
     scores = load_file(run / SCORES)
     policy = RecordedPolicy(config.learner, [scores[key] for key in sorted(scores, key=int)])

@@ -41,6 +41,7 @@ from consumer.handle.checkpoint import CheckpointFolder, state_paths
 from consumer.handle.ranks import Ranks, on_all_ranks
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
+from rolloutmq.config.kept_config import keep_config, read_config
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.step_file import StepFile, config_of, link_checkpoint
 from rolloutmq.launch.terms import keep_terms, terms_of
@@ -107,7 +108,7 @@ class Phase(NamedTuple):
 class Replay:
     """A replay of the run in folder `parent` in `folder`, from the first weights in `model`.
 
-    All phases but the last train as the run did.
+    All phases but the last train as the run did; `overrides` are in the last one's config.
     """
 
     parent: Path
@@ -115,6 +116,7 @@ class Replay:
     folder: Path
     model: Path
     phases: Sequence[Phase]
+    overrides: Sequence[str]
 
     def train(self, ranks: Ranks) -> Iterator[ReplayedStep]:
         """Train all steps on this rank; rank 0 yields each. A checkpoint ends each phase."""
@@ -189,6 +191,7 @@ class Replay:
                 nonce, model = new_nonce(), str(self.model)
                 write_nonce(self.folder, nonce)
                 Run.create(store, config.run.name, nonce, config.limits(0), FIRST_WEIGHTS, model)
+                keep_config(config, read_config(self.parent), self.overrides)
                 if begin := self.phases[0].first - 1:
                     theirs = CheckpointFolder(self.parent / "checkpoints").path(begin)
                     mine = CheckpointFolder(self.folder / "checkpoints").path(begin)
@@ -266,7 +269,7 @@ def prepare(
     phases = [Phase(changed, start + 1, last, is_own=not (overrides or judges))]
     if begin < start:
         phases.insert(0, Phase(unchanged, begin + 1, start, is_own=True))
-    return Replay(parent, archive, folder, own.model_folder, phases)
+    return Replay(parent, archive, folder, own.model_folder, phases, [*overrides, *judges])
 
 
 def place(run: Run, file: StepFile) -> None:

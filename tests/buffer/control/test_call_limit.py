@@ -58,11 +58,11 @@ class Member:
     def ask(self, wanted: int = 0, tokens: int = 0, **changes: Any) -> int:
         """Ask for calls, and note the permits; return their number."""
         self.state = replace(self.state, wanted=[tokens] * wanted, **changes)
-        permits = self.caller.ask(self.state)
+        _, delays_s = self.caller.ask(self.state)
         now_ms = self.club.now_ms()
-        self.club.times += [(now_ms + 1000 * delay, self.flow) for delay in permits.delays_s]
-        self.state.known += len(permits.delays_s)
-        return len(permits.delays_s)
+        self.club.times += [(now_ms + 1000 * delay_s, self.flow) for delay_s in delays_s]
+        self.state.known += len(delays_s)
+        return len(delays_s)
 
     def end(self, calls: int = 1, **changes: Any) -> None:
         self.ask(ended=self.state.ended + calls, **changes)

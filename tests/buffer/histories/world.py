@@ -140,11 +140,22 @@ class World(Model):
                 read = self.scene.run.buffer.read(self.newest(group))
                 tokens = len(read.states[0].response_ids)
                 assert tokens + 2 * len(read.turns) == 2 * len(group.made_by), group
-        for account in self.scene.run.account.tokens().values():
-            assert all(number >= 0 for number in account.table.values()), account
+        self.check_tokens()
         for step, manifest in self.batches.items():
             assert self.scene.run.ledger.manifest(step) == manifest
         self.check_payloads()
+
+    def check_tokens(self) -> None:
+        """I1: the stages of the account have the tokens that the records have."""
+        for task, account in self.scene.run.account.tokens().items():
+            made = dict.fromkeys(("waiting", "running", "pool", "taken"), 0)
+            made["running"] = account.reported
+            for group in self.groups.values():
+                record = self.scene.record(group.gid) if group.task == task else {}
+                if record.get("stage") in made:
+                    made[record["stage"]] += int(record.get("made", 0))
+            assert account.table == {**account.rows, **made}
+            assert all(number >= 0 for number in account.table.values()), account
 
     def check_payloads(self) -> None:
         """I12: once garbage is freed, the bytes that stay are those that records name, and all of

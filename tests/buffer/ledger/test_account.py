@@ -48,6 +48,21 @@ def member(scene: Scene, gid: str) -> str:
     return f"{scene.record(gid)['arrival']}:{gid}"
 
 
+def test_tokens_of_more_groups_than_are_read_are_one_row(
+    busy: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.beat([], sampled="math=7:0:0:0")
+    for most, stages in (
+        (2, {"waiting", "running", "pool", "taken"}),
+        (1, {"in_groups", "running"}),
+    ):
+        monkeypatch.setattr("buffer.ledger.tokens.MOST_GROUPS", most)
+        account = busy.run.account.tokens()["math"]
+        assert account.table.keys() - account.rows.keys() == stages
+        assert sum(account.table.values()) == account.total
+        assert account.table["running"] == 7
+
+
 def test_account_names_every_place(busy: Scene) -> None:
     stages = [busy.run.account.stages("math", i) for i in range(10)]
     assert stages == [

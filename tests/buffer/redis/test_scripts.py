@@ -217,7 +217,7 @@ def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) ->
         "update",
     }:
         assert shebang == "#!lua"
-    elif name in {"check", "check_leased", "counts", "peek", "silent", "totals"}:
+    elif name in {"check", "check_leased", "counts", "peek", "silent", "tokens", "totals"}:
         assert shebang == "#!lua flags=no-writes"
         assert not re.search(WRITES, code_of(name))
     else:

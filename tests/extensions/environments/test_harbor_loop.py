@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, Skip
 from buffer.wire.rollout import RolloutState, Status
 from rolloutmq.extensions.environments.harbor import PROGRAM
 from rolloutmq.extensions.environments.loops import HarborAgentLoop
@@ -101,6 +101,23 @@ def test_a_trial_that_fails_is_a_failed_rollout_with_a_reason_and_has_no_reward(
     assert other.status is (Status.FAILED if "trial" in options else Status.COMPLETED)
     assert list(environments.iterdir()) == [], "also of the trial whose process was killed"
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("play", "reason"),
+    [
+        ({"rewards": {"reward": 0, "skip": 1}}, "tests say so"),
+        ({"rewards": {"reward": 1}, "raises": "fault"}, "ZeroDivisionError: so"),
+    ],
+)
+def test_a_task_that_makes_no_sense_skips_its_group(
+    chat: Any, tmp_path: Path, environments: Path, play: dict[str, Any], reason: str
+) -> None:
+    plays = [play, {"rewards": {"reward": 1, "skip": 0}}]
+    loop = loop_of(chat, skipped_errors=["ZeroDivisionError"])
+    with pytest.raises(Skip, match=reason):
+        run(loop, Recorder(chat), group_of(tmp_path, *plays))
+    assert list(environments.iterdir()) == []
 
 
 def test_an_environment_that_never_stops_costs_no_reward_and_holds_no_rollout(
@@ -194,7 +211,7 @@ import asyncio, json, sys
 from rolloutmq.extensions.environments.harbor import TrialProcesses
 
 request = json.loads(sys.stdin.readline())
-asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request))
+asyncio.run(TrialProcesses(sys.executable, 1, 3600.0, 20.0).run(request))
 """
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from buffer.errors import Skip
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.datasets.open import open_dataset
 from rolloutmq.extensions.environments.datasets import HarborSection
@@ -104,6 +105,23 @@ def test_a_trial_without_a_reward_of_the_model_fails_with_a_reason(
     (state,) = run(loop_of(chat, agent), engine, group_of(tmp_path / "tasks"))
     assert (state.status, state.reward) == (Status.FAILED, None)
     assert reason in str(state.error)
+    assert list(environments.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ('echo \'{"reward": 0, "skip": 1}\' > /logs/verifier/reward.json', "tests say so"),
+        ("echo no reward", "RewardFileNotFoundError"),
+    ],
+)
+def test_a_task_that_makes_no_sense_skips_its_group(
+    chat: Any, tmp_path: Path, environments: Path, tests: str, reason: str
+) -> None:
+    write_task(tmp_path / "tasks" / "hello", tests)
+    loop = loop_of(chat, skipped_errors=["RewardFileNotFoundError"])
+    with pytest.raises(Skip, match=reason):
+        run(loop, Recorder(chat, [turn(done=True)] * 2), group_of(tmp_path / "tasks"))
     assert list(environments.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from buffer.errors import Skip
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import load_agent_loop
@@ -41,14 +42,15 @@ def as_chat(observation: dict[str, Any]) -> list[dict[str, str]]:
 
 
 class Server:
-    def __init__(self) -> None:
+    def __init__(self, module: str = "examples.openenv_numbers") -> None:
+        self.module = module
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "examples.openenv_numbers", str(self.port)]
+        command = [sys.executable, "-m", self.module, str(self.port)]
         self.process = subprocess.Popen(command, cwd=ROOT)
         for _ in range(600):
             assert self.process.poll() is None
@@ -102,10 +104,11 @@ def play(
     limits: Sequence[int] = (4096,),
     before: tuple[int, Callable[[], None]] | None = None,
     cut: bool = False,
+    first: int = 7,
     **options: Any,
 ) -> tuple[list[RolloutState], Scripted]:
     """Play episodes 7, 8 ..., each with a limit of tokens; if `cut`, interrupted and resumed."""
-    dataset = {"kind": "openenv", "url": server.url, "size": 100, "first": 7}
+    dataset = {"kind": "openenv", "url": server.url, "size": 100, "first": first}
     section = TaskSection.model_validate(
         {"judge": "environment", "dataset": dataset, "agent_loop_options": options}
     )
@@ -224,6 +227,16 @@ def test_a_server_that_is_away_is_waited_for_and_fails_no_episode(
     assert [state.error for state in states] == [None] * 2
     assert "rollouts wait" in caplog.text
     engine.check(states)
+
+
+@pytest.mark.parametrize("first", [6, 7])
+def test_an_environment_skips_its_example_at_the_reset_or_later(chat: Any, first: int) -> None:
+    server = Server("tests.extensions.environments.openenv_pages")
+    try:
+        with pytest.raises(Skip, match="the page is gone"):
+            play(chat, server, first=first)
+    finally:
+        server.stop()
 
 
 def test_faults_of_an_environment_fail_the_episode(chat: Any, server: Server) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.groups.verdicts import Verdicts, read_use
+from buffer.groups.verdicts import JudgeUse, Verdicts, use_by_task
 from buffer.ids import new_nonce
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
@@ -56,6 +56,10 @@ def scene() -> Iterator[Scene]:
         yield Scene(store, store.client, new_nonce())
 
 
+def use_of(scene: Scene) -> JudgeUse:
+    return use_by_task(scene.raw.hgetall(scene.keys.judge_use))["math"]
+
+
 def test_grade_is_the_score_and_its_reason_stays_with_the_rollout() -> None:
     with judging_model(
         lambda said, _: grade(10 if re.search(r"response:\n\S+\n4\n", said) else 2)
@@ -85,10 +89,15 @@ def test_verdict_is_found_in_what_a_model_writes_around_it(said: str) -> None:
     "said",
     ["", "seven", "{", grade(11), grade(-1), '{"grade": true}', '{"grade": "7"}', "<think>{}"],
 )
-def test_answer_without_a_verdict_is_an_error_after_a_second_question(said: str) -> None:
-    with judging_model(lambda *_: said) as model, pytest.raises(VerdictUnreadable):
-        judged(judge_of(model.url), rollouts("4"))
+def test_answer_without_a_verdict_is_an_error_after_a_second_question(
+    said: str, scene: Scene
+) -> None:
+    with judging_model(lambda *_: said) as model:
+        judge = judge_of(model.url).knowing(Verdicts(scene.run.context, "math"))
+        with pytest.raises(VerdictUnreadable):
+            judged(judge, rollouts("4"))
     assert len(model.asked) == 2
+    assert use_of(scene) == JudgeUse(2, 0, 200, 14)
 
 
 def test_response_cannot_close_the_fence_around_it() -> None:
@@ -133,8 +142,7 @@ def test_cache_saves_questions_and_tokens_are_counted(scene: Scene) -> None:
         other = judge_of(model.url, rubric="Be kind.")
         judged(other.knowing(Verdicts(scene.run.context, "math", 100, 10_000)), rollouts("4"))
         assert len(model.asked) == 3
-    use = read_use("math", scene.raw.hgetall(scene.keys.judge_use))
-    assert (use.calls, use.cached, use.prompt_tokens, use.completion_tokens) == (3, 2, 300, 21)
+    assert use_of(scene) == JudgeUse(3, 2, 300, 21)
 
 
 def test_cache_is_bounded_and_keeps_what_is_used(scene: Scene) -> None:

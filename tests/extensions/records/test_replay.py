@@ -13,6 +13,7 @@ import pytest
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import read_steps
 from rolloutmq.config.config import Config
+from rolloutmq.config.kept_config import differences
 from tests.consumer.grpo.training_config import STEPS
 from tests.rolloutmq.conftest import in_process
 
@@ -51,6 +52,8 @@ def test_with_another_setting_it_is_another_run(trained: Config) -> None:
     assert own[3]["loss/policy"] == other[3]["loss/policy"]  # before the first update
     assert own[4]["loss/policy"] != other[4]["loss/policy"]
     assert own[3]["rewards/mean"] == other[3]["rewards/mean"]
+    folders = {name: trained.run.folder.with_name(name) for name in ("same", "wide")}
+    assert [name for name, _ in differences(folders)] == ["learner.learning_rate"]
 
 
 def test_a_log_and_a_checkpoint_that_were_changed_are_named(

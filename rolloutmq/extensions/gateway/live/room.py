@@ -42,8 +42,8 @@ class Seat:
 
     @property
     def has_reward(self) -> bool:
-        """Whether it has its reward; a pause cancels the wait for one."""
-        return self.earned.done() and not self.earned.cancelled()
+        """Whether it has its reward; a pause cancels the wait for one, and Skip ends it."""
+        return self.earned.done() and not (self.earned.cancelled() or self.earned.exception())
 
     def settle(self, *, is_kept: bool) -> None:
         self.is_kept |= is_kept
@@ -157,7 +157,7 @@ class LiveRoom:
         return SessionName(group.gid, index, group.opening["nonce"])
 
     async def earned(self, task: AgentTask) -> Earned:
-        """Wait for the reward of a session. Raises GroupAbandoned when it is too late."""
+        """Wait for the reward of a session. Raises Skip; GroupAbandoned when it is too late."""
         gid, _, number = task.session_id.rpartition("/")
         group = self.groups[gid]
         assert group.opening

@@ -2,6 +2,7 @@
 
 POST /sessions               admin key; {"task": "chat", "wait_s": 30}   one key per rollout
 POST /sessions/KEY/reward    {"score": 1.0}                              ends the session
+                             {"skip": "reason"}                          ends its group (`Skip`)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from buffer.errors import UserCodeError, WireError
+from buffer.errors import Skip, UserCodeError, WireError
 from buffer.ids import split_group_id
 from buffer.run.record import read_hash
 from buffer.run.run import Run
@@ -35,6 +36,7 @@ from rolloutmq.extensions.gateway.server import REPLY, Gateway, body_of, given_k
 from rolloutmq.extensions.gateway.session_record import SessionRecord, without_record
 
 MOVE_S = 60.0  # how long a request waits for its session, during a pause or after a death
+SKIP_S = 0.05  # between two looks whether a group is skipped
 LOOK_S = 2.0  # between two looks at the server: another gateway may have ended the session
 
 _FINISHED = ("taken", "dead")  # stages of groups that never come back to their programs
@@ -122,6 +124,8 @@ class LiveGateway(Gateway):
             earned = AGENT.check("the reward", read_json(await body_of(request), "the body")) or {}
         except (WireError, UserCodeError) as error:
             raise Refusal(400, str(error), "refused") from error
+        except Skip as skip:
+            return await self._skip(request, key, name, skip)
         seat = self._seat(name)
         if not (seat and seat.has_reward):
             guest = self.guest_of(key) or await self._absent(key, request) or self.refuse_key()
@@ -136,6 +140,22 @@ class LiveGateway(Gateway):
             if seat.is_kept:
                 return web.json_response({"status": "ended"})
         raise Refusal(503, "this session moves; send the reward again", "moved")
+
+    async def _skip(
+        self, request: web.Request, key: str, name: SessionName, skip: Skip
+    ) -> web.Response:
+        """End the group of a session; answer once the server has it among those skipped."""
+        self.guest_of(key) or await self._absent(key, request) or self.refuse_key()
+        until = time.monotonic() + MOVE_S
+        while time.monotonic() < until:
+            seat = self._seat(name)
+            if seat and not seat.earned.done():
+                seat.earned.set_exception(skip)
+            stages = await asyncio.to_thread(self._run.account.stages, *split_group_id(name.gid))
+            if stages == ["skipped"]:
+                return web.json_response({"status": "ended"})
+            await asyncio.sleep(SKIP_S)
+        raise Refusal(503, "this session moves; send the skip again", "moved")
 
     def _seat(self, name: SessionName) -> Seat | None:
         group = self.room.groups.get(name.gid)

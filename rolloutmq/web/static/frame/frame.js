@@ -131,6 +131,7 @@ function headline({ status, findings, control: { last_step: last } }) {
     fact("producer", status.producer.state, role(status.producer.state)),
     fact("running", number(status.leases) + judged),
     fact("tokens/s", number(status.tokens_per_s)),
+    ...(status.cost ? [fact("cost", `${number(status.cost, 2)} ${status.currency}`)] : []),
   ]);
   const account = document.getElementById("account");
   const line = status.adds_up ? "every group is accounted for" : `the account does not add up: ${status.faults.join("; ")}`;

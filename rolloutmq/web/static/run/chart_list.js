@@ -17,6 +17,7 @@ const withFailed = (task, columns) => {
   return failed ? `${task} (${failed} failed)` : task;
 };
 
+const IS_COST = /^cost\/(total|step|million_trained|next_100_steps)$/;
 // Metrics that are shares: their axis is from 0 to 1.
 const IS_SHARE = /fraction|share|accuracy|solved|\/ess$|^eval\/(accuracy|score)/;
 
@@ -59,9 +60,10 @@ export const BY_TIME = [
 export function otherCharts(columns, evaluations) {
   const shown = new Set(BY_STEP.flatMap(({ lines }) => (Array.isArray(lines) ? lines : []))
     .flatMap(({ name, band = [], rest }) => [name, rest, ...band]));
-  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^tokens\/|^pause\/le_/.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
+  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^tokens\/|^pause\/le_|^cost\/in\//.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
   const measured = [...new Set(Object.keys(evaluations).map((name) => name.slice(0, name.lastIndexOf("/") + 1)))].filter((name) => name !== "eval/accuracy/");
-  return [...kept.sort().map((name) => ({ key: name, title: name, unit: "", isShare: IS_SHARE.test(name), isBytes: name.endsWith("_bytes"), lines: [line(name, name.split("/").at(-1))] })),
+  const currency = named(columns, "cost/in/")[0]?.label ?? "";
+  return [...kept.sort().map((name) => ({ key: name, title: name, unit: IS_COST.test(name) ? currency : "", isShare: IS_SHARE.test(name), isBytes: name.endsWith("_bytes"), lines: [line(name, name.split("/").at(-1))] })),
     ...measured.sort().map((prefix) => ({ key: prefix, title: prefix.slice(0, -1), unit: "by task", table: "evaluations", isShare: IS_SHARE.test(prefix), lines: (all) => named(all, prefix) }))];
 }
 

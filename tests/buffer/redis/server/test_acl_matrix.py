@@ -68,7 +68,17 @@ CHANGES = {
 its keys anyway.
 """
 
-READS = {"check", "check_leased", "counts", "pass_over", "peek", "silent", "sync", "totals"}
+READS = {
+    "check",
+    "check_leased",
+    "counts",
+    "pass_over",
+    "peek",
+    "silent",
+    "sync",
+    "tokens",
+    "totals",
+}
 """Scripts that change nothing; `sync` notes the time, and here is nothing to pass over."""
 
 STOPPED_LATE = {
