@@ -11,6 +11,10 @@ from typing import Any
 import orjson
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # else a client of many connections at once waits for seconds
+
+
 @contextmanager
 def http_service(answer: Callable[[str, Any], tuple[int, bytes]]) -> Iterator[str]:
     """Serve `answer(path, question)`, a status and a body, at the URL; status 0 is no answer."""
@@ -30,7 +34,7 @@ def http_service(answer: Callable[[str, Any], tuple[int, bytes]]) -> Iterator[st
 
         def log_message(self, *_: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
