@@ -72,13 +72,8 @@ class Turns:
         self._bell: asyncio.Future[bool] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
         self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
-        self._unbegun = 0
+        self.waiting = 0  # calls; any thread may read it
         _all.add(self)
-
-    @property
-    def waiting(self) -> int:
-        """How many calls wait. Any thread may read it."""
-        return self._unbegun
 
     @asynccontextmanager
     async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
@@ -93,14 +88,14 @@ class Turns:
             )
         turn = Turn(tokens)
         self._waiting.append(turn)
-        self._unbegun += 1
+        self.waiting += 1
         self._ask_soon()
         with Work(is_waiting=True, request=request) as call:
             try:
                 try:
                     await turn.begins
                 finally:
-                    self._unbegun -= 1
+                    self.waiting -= 1
                 call.begin()
                 yield turn
             finally:
