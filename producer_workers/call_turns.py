@@ -110,7 +110,7 @@ class Turns:
         self._state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
         if turn.refused_s is not None:
             self._state.refused += 1
-            self._state.pause_s = turn.refused_s
+            self._state.pause_ms = round(1000 * turn.refused_s)
         # an idle caller of a rate tells nobody that a call ended
         if turn.refused_s is not None or self.limit.at_once or self.limit.tokens_per_minute:
             self._ask_soon()
@@ -155,9 +155,7 @@ class Turns:
         state = self._state
         wanted = [turn.tokens for turn in islice(self._waiting, MOST_WANTED)]
         try:
-            again_s, delays_s = await self._in_thread(
-                self._caller.ask, replace(state, wanted=wanted)
-            )
+            again_s, delays_s = await self._in_thread(self._caller.ask, replace(state), wanted)
         except StoreUnavailable as error:  # the calls wait, as all that needs the server
             self._outage.report(error.hint)
             return BELL_S

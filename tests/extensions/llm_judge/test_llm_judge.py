@@ -163,8 +163,12 @@ def test_killed_judges_take_along_the_tokens_of_at_most_the_calls_that_they_had_
         for _ in range(kills):
             command = [sys.executable, "-m", judging_process.__name__, *words]
             goal = len(model.asked) + 40
+
+            def is_busy(goal: int = goal) -> bool:
+                return len(model.asked) > goal
+
             with subprocess.Popen(command) as process:
-                until(lambda goal=goal: len(model.asked) > goal)
+                until(is_busy)
                 process.kill()
         asked, use = len(model.asked), use_of(scene)
     assert asked - kills * judging_process.AT_ONCE <= use.prompt_tokens / 100 <= asked
