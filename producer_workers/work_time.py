@@ -9,7 +9,6 @@ while anything in it is known to work, and what holds a turn is always limited.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -32,7 +31,7 @@ class Work:
 
     def __init__(
         self,
-        limit_s: float = math.inf,
+        limit_s: float = 0.0,
         end: Callable[[], object] | None = None,
         name: str = "",
         *,

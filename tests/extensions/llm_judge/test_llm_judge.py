@@ -150,6 +150,14 @@ def test_cache_saves_questions_and_tokens_are_counted(scene: Scene) -> None:
     assert use_of(scene) == JudgeUse(3, 2, 300, 21)
 
 
+def test_a_count_that_arrives_late_takes_nothing_back(scene: Scene) -> None:
+    verdicts = Verdicts(scene.run.context, "math")
+    for calls in (2, 3, 1):
+        verdicts.use = JudgeUse(calls=calls, prompt_tokens=10 * calls)
+        verdicts.note("any")
+    assert use_of(scene) == JudgeUse(3, 0, 30, 0)
+
+
 def test_killed_judges_take_along_the_tokens_of_at_most_the_calls_that_they_had_under_way(
     server_of: Callable[[str], Server],
 ) -> None:
