@@ -33,6 +33,7 @@ from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
 from rolloutmq.extensions.gateway.agents import AgentTask
+from rolloutmq.extensions.gateway.guests import MOST_PER_S
 from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
 
 HERE = Path(__file__).parent
@@ -167,6 +168,7 @@ def talk(task: AgentTask, *, dialect: str, texts: Sequence[str]) -> float:
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {found[:500]!r}")
         keep(orjson.loads(found))
+        time.sleep(1.1 / MOST_PER_S)  # a key may not ask more often
     return 1.0
 
 

@@ -103,12 +103,13 @@ class TrainerRank:
             metrics["memory/peak_bytes"] = float(peak)
         columns = BatchColumns.of(own, self.controller.advantages, self.controller.fates)
         columns = BatchColumns.join(self.ranks.gather(columns.lists()))
-        section, scores = self._config.samples, self.controller.scores
+        section = self._config.samples
         chosen = choose(columns, section.groups_per_step, self._config.run.seed, step)
+        scores = self.controller.take_scores(chosen)
         packed = {
             group.gid: pack(scores[group.gid], group.lengths, section.tokens_per_rollout)
             for group in own
-            if group.gid in chosen and group.gid in scores
+            if group.gid in scores
         }
         parts = self.ranks.gather(packed)
         return metrics, columns, {gid: found for part in parts for gid, found in part.items()}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from consumer.learning.window import PATIENCE, Finding, Series, Window
+from consumer.learning.window import PATIENCE, LearningFinding, Series, Window
 
 NO_ADVANTAGE = 0.8
 """Share of groups with equal rewards: a batch teaches as much as one of a fifth of its size. DAPO
@@ -65,7 +65,7 @@ LOSSES = {
 """What takes long responses away (buffer/control/length_counts.py), and what can be done."""
 
 
-def equal_rewards(run: Window) -> Iterator[Finding]:
+def equal_rewards(run: Window) -> Iterator[LearningFinding]:
     """Find tasks whose rewards are all equal."""
     for task, series in run.by_task("reward_range").items():
         since = series.since(lambda means: means == 0)
@@ -78,7 +78,7 @@ def equal_rewards(run: Window) -> Iterator[Finding]:
         if value <= 0:
             fix = "does the judge read these responses as you do (`rolloutmq rejudge GID`)? If it "
             fix += "does, the task is too hard: easier prompts, partial credit, or a warm start"
-        yield Finding(
+        yield LearningFinding(
             "equal_rewards",
             f"all rewards of task {task} are {value:.3g} for {steps} steps: nothing is learned",
             fix,
@@ -89,7 +89,7 @@ def equal_rewards(run: Window) -> Iterator[Finding]:
         )
 
 
-def no_advantage(run: Window) -> Iterator[Finding]:
+def no_advantage(run: Window) -> Iterator[LearningFinding]:
     """Find tasks most of whose groups have equal rewards, and teach nothing."""
     # advantages that are not compared within a group may teach all the same
     is_trained = run.series("batch/trained_share").mean() > 1 - NO_ADVANTAGE / 2
@@ -100,7 +100,7 @@ def no_advantage(run: Window) -> Iterator[Finding]:
             continue
         is_solved = reward >= NEARLY_SOLVED
         why = f"it is nearly solved, mean reward {reward:.2f}" if is_solved else "no advantage"
-        yield Finding(
+        yield LearningFinding(
             "no_advantage",
             f"{series.mean():.0%} of the groups of task {task} have equal rewards: {why}",
             "prompts of medium difficulty for this model, more rollouts for each "
@@ -112,12 +112,12 @@ def no_advantage(run: Window) -> Iterator[Finding]:
         )
 
 
-def skipped_updates(run: Window) -> Iterator[Finding]:
+def skipped_updates(run: Window) -> Iterator[LearningFinding]:
     """Find optimizer steps that were skipped, since their gradient is not finite."""
     skipped = run.series("optim/skipped_updates")
     newest = skipped.values[-PATIENCE:]
     if newest.sum() > 0:
-        yield Finding(
+        yield LearningFinding(
             "gradient_not_finite",
             f"{newest.sum():.0f} optimizer steps of the last {len(newest)} train steps were "
             "skipped: their gradient is not finite",
@@ -129,7 +129,7 @@ def skipped_updates(run: Window) -> Iterator[Finding]:
         )
 
 
-def entropy(run: Window) -> Iterator[Finding]:
+def entropy(run: Window) -> Iterator[LearningFinding]:
     """Find a policy that is certain before it has learned the task, or that writes noise."""
     series, reward = run.series("policy/entropy"), run.reward().mean()
     if len(series.values) < 2 * PATIENCE or run.rises():
@@ -141,7 +141,7 @@ def entropy(run: Window) -> Iterator[Finding]:
     since = series.since(lambda means: means < floor)
     look = ("policy/entropy", "rewards/mean", "optim/grad_norm")
     if since is not None and start > LOWEST_ENTROPY and not reward >= NEARLY_SOLVED:
-        yield Finding(
+        yield LearningFinding(
             "entropy_collapse",
             f"entropy fell from {start:.2g} to {now:.2g} nats per token, and the reward stays at "
             f"{reward:.2g}: nothing new is tried",
@@ -152,7 +152,7 @@ def entropy(run: Window) -> Iterator[Finding]:
         )
     since = series.since(lambda means: means > ceiling)
     if since is not None:
-        yield Finding(
+        yield LearningFinding(
             "entropy_explosion",
             f"entropy rose from {lowest:.2g} to {now:.2g} nats per token without a better reward",
             "a lower learning rate, entropy_coef = 0; continue from a checkpoint before it",
@@ -161,14 +161,14 @@ def entropy(run: Window) -> Iterator[Finding]:
         )
 
 
-def policy_jump(run: Window) -> Iterator[Finding]:
+def policy_jump(run: Window) -> Iterator[LearningFinding]:
     """Find a batch that changed the policy by too much, or that an old policy sampled."""
     kl = run.series("policy/kl_old")
     newest = kl.values[-PATIENCE:]
     median = float(np.median(kl.values)) if len(kl.values) >= 2 * PATIENCE else math.inf
     if len(newest) and newest.max() > max(JUMP, TIMES * median):
         step = kl.steps[-len(newest) + int(newest.argmax())]
-        yield Finding(
+        yield LearningFinding(
             "policy_jump",
             f"the policy jumped at step {step}: its KL to the one that sampled is "
             f"{newest.max():.2g} (median {median:.2g})",
@@ -178,13 +178,13 @@ def policy_jump(run: Window) -> Iterator[Finding]:
         )
 
 
-def mismatch(run: Window) -> Iterator[Finding]:
+def mismatch(run: Window) -> Iterator[LearningFinding]:
     """Find rollouts whose log-probabilities are not those of the policy that trains on them."""
     kl, staleness = run.series("mismatch/kl"), run.series("staleness/mean").mean()
     old = 0.0 if math.isnan(staleness) else staleness
     since = kl.since(lambda means: means > KL * (1 + old))
     if since is not None:
-        yield Finding(
+        yield LearningFinding(
             "mismatch",
             f"rollouts are not of the policy that trains on them: their KL is {kl.mean():.2g} at a "
             f"staleness of {old:.1f}",
@@ -194,7 +194,7 @@ def mismatch(run: Window) -> Iterator[Finding]:
         )
 
 
-def response_limit(run: Window) -> Iterator[Finding]:
+def response_limit(run: Window) -> Iterator[LearningFinding]:
     """Find responses that reach their token limit, and get less reward for it."""
     for task, series in run.by_task("at_limit").items():
         since = series.since(lambda means: means > AT_LIMIT)
@@ -203,7 +203,7 @@ def response_limit(run: Window) -> Iterator[Finding]:
         others = (reward - share * cut) / (1 - share) if share < 1 else 0.0
         # a model that never ends its answers has no others with a reward
         if since is not None and (cut < 0.5 * others or (cut <= 0 and reward <= 0)):
-            yield Finding(
+            yield LearningFinding(
                 "response_limit",
                 f"{share:.0%} of the responses of task {task} reach their token limit, and get a "
                 f"reward of {cut:.2g}, others {others:.2g}",
@@ -215,7 +215,7 @@ def response_limit(run: Window) -> Iterator[Finding]:
             )
 
 
-def length_without_reward(run: Window) -> Iterator[Finding]:
+def length_without_reward(run: Window) -> Iterator[LearningFinding]:
     """Find responses that grow while the reward does not."""
     length = run.series("response_len/mean")
     change, reward = length.change(100, 30), run.reward().change(100, 30)
@@ -223,7 +223,7 @@ def length_without_reward(run: Window) -> Iterator[Finding]:
         return
     if change.late > max(GROWTH * change.early, change.early + LEAST_GROWTH):
         middle = (change.early + change.late) / 2
-        yield Finding(
+        yield LearningFinding(
             "length_without_reward",
             f"responses grew from {change.early:.0f} to {change.late:.0f} tokens, and the reward "
             f"went from {reward.early:.3g} to {reward.late:.3g}",
@@ -234,7 +234,7 @@ def length_without_reward(run: Window) -> Iterator[Finding]:
         )
 
 
-def one_part(run: Window) -> Iterator[Finding]:
+def one_part(run: Window) -> Iterator[LearningFinding]:
     """Find a composed reward of which one part rises, and no other."""
     of_tasks: defaultdict[str, dict[str, Series]] = defaultdict(dict)
     for name, series in run.by_task("reward_part").items():
@@ -247,7 +247,7 @@ def one_part(run: Window) -> Iterator[Finding]:
         still = [part for part, each in known.items() if each.z < 1 and each.late < NEARLY_SOLVED]
         if len(rising) == 1 and still and len(still) == len(known) - 1:
             part, rest = rising[0], ", ".join(f"{name} ({known[name].late:.2g})" for name in still)
-            yield Finding(
+            yield LearningFinding(
                 "one_part",
                 f"of the reward of task {task} only {part} rises, from {known[part].early:.2g} to "
                 f"{known[part].late:.2g}, and not {rest}",
@@ -259,7 +259,7 @@ def one_part(run: Window) -> Iterator[Finding]:
             )
 
 
-def held_out_falls(run: Window) -> Iterator[Finding]:
+def held_out_falls(run: Window) -> Iterator[LearningFinding]:
     """Find held-out problems whose accuracy falls while the reward rises."""
     points: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for (task, step), metrics in sorted(run.evaluations.items()):
@@ -273,7 +273,7 @@ def held_out_falls(run: Window) -> Iterator[Finding]:
         chance = 2 * math.sqrt(2 * max(0.0, best * (1 - best)) / problems)
         reward = run.series("rewards/mean", first + 1).change(200, 2 * PATIENCE)
         if best - accuracy > max(0.03, chance) and reward and reward.z > 2:
-            yield Finding(
+            yield LearningFinding(
                 "held_out_falls",
                 f"{task} fell from {best:.2f} after step {first} to {accuracy:.2f} after step "
                 f"{last}, while the reward rose from {reward.early:.2g} to {reward.late:.2g}: the "
@@ -286,7 +286,7 @@ def held_out_falls(run: Window) -> Iterator[Finding]:
             )
 
 
-def length_bias(run: Window) -> Iterator[Finding]:
+def length_bias(run: Window) -> Iterator[LearningFinding]:
     """Find long responses that are lost; those of equal rewards have no gradient by nature."""
     metrics = run.steps[-1].metrics
     for task, series in run.by_task("length_bias/mean").items():
@@ -300,7 +300,7 @@ def length_bias(run: Window) -> Iterator[Finding]:
             worst = min(LOSSES, key=lambda name: ratio[name])
             is_known = ratio[worst] < 1
             cause = worst if is_known else "nothing that is counted"
-            yield Finding(
+            yield LearningFinding(
                 "length_bias",
                 f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the "
                 f"mean length of those that were started, and {tail:.0%} of the longest twentieth "

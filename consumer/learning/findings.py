@@ -18,11 +18,11 @@ from consumer.config.trainer import LEARNING
 from consumer.handle.step_log import Evaluations, TrainedStep, read_evaluations, read_steps
 from consumer.learning import checks
 from consumer.learning.rules import RULES
-from consumer.learning.window import STEPS, Finding, Window
+from consumer.learning.window import STEPS, LearningFinding, Window
 
 log = logging.getLogger("rolloutmq.trainer")
 
-CHECKS: tuple[Callable[[Window], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Window], Iterator[LearningFinding]], ...] = (
     checks.equal_rewards,
     checks.no_advantage,
     checks.skipped_updates,
@@ -51,7 +51,7 @@ EFFECTS: Mapping[str, tuple[str, ...]] = {
 ENDED = 10  # steps without a finding after which it has ended: near a threshold it comes and goes
 
 
-def findings(steps: Sequence[TrainedStep], evaluations: Evaluations) -> list[Finding]:
+def findings(steps: Sequence[TrainedStep], evaluations: Evaluations) -> list[LearningFinding]:
     """Return what the newest steps show, without what `[trainer] silence` names at the last one.
 
     It raises nothing, also for metrics that are missing or NaN.
@@ -59,7 +59,7 @@ def findings(steps: Sequence[TrainedStep], evaluations: Evaluations) -> list[Fin
     if not steps:
         return []
     window = Window(steps[-STEPS:], evaluations)
-    found: dict[tuple[str, str], Finding] = {}  # the first of each kind and task
+    found: dict[tuple[str, str], LearningFinding] = {}  # the first of each kind and task
     with np.errstate(all="ignore"):
         for check in CHECKS:
             for each in check(window):
@@ -118,5 +118,5 @@ class LearningLog:
                 log.info(what, extra={"finding": LEARNING + name})
                 del self._lasting[name, task]
 
-    def _found(self) -> list[Finding]:
+    def _found(self) -> list[LearningFinding]:
         return findings([*self._steps], self._evaluations)

@@ -21,7 +21,7 @@ Test = Callable[[Floats], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LearningFinding:
     """What was found about learning, with numbers; since which step, what to try, what to look at.
 
     `name`: as in `[trainer] silence`. `look`: metrics (`rewards/mean`), groups (`math-0000000042`)

@@ -63,28 +63,45 @@ class ChatDelta:
         vocabulary: dict[str, int] = getattr(self._tokenizer, "get_vocab", dict)()
         return max(vocabulary.values(), default=None)
 
-    def readable(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages with what the template can read.
+    def readable(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with what the template can read.
 
         Fields that clients add are left out. A thought in a field of its own becomes a part of the
         content, and a developer's message one of the system, where the template does not know them.
-        Where it refuses such an order, a system message behind others becomes a user's, and
-        neighbours of one role are joined.
         """
         names = self._names
         if names is None:
+            return message
+        kept = {key: message[key] for key in message if key in names}
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        is_read = not kept.keys().isdisjoint(("reasoning_content", "reasoning"))
+        if thought and not is_read and message["role"] == "assistant":
+            kept["content"] = f"<think>\n{thought}\n</think>\n\n{message.get('content', '')}"
+        if message["role"] == "developer" and "developer" not in names:
+            kept["role"] = "system"
+        return kept
+
+    def in_order(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return readable messages in an order that the template accepts.
+
+        Where it refuses theirs, a system message behind others becomes a user's, and neighbours of
+        one role are joined.
+        """
+        if self._names is None:
             return list(messages)
         made: list[dict[str, Any]] = []
-        for message in (_readable(message, names) for message in messages):
-            last = made[-1]["role"] if made else "system"
-            is_late = message["role"] == "system" != last
-            if is_late and not self._reads("user", "assistant", "system", "user"):
-                message["role"] = "user"
+        last = "system"
+        for message in messages:
             role = message["role"]
+            if role == "system" != last and not self._reads("user", "assistant", "system", "user"):
+                role = "user"
+                message = {**message, "role": role}
             if role == last in ("system", "user") and made and not self._reads(role, role, "user"):
-                made[-1]["content"] += f"\n\n{message['content']}"
+                content = f"{made[-1]['content']}\n\n{message['content']}"
+                made[-1] = {**made[-1], "content": content}
             else:
                 made.append(message)
+            last = role
         return made
 
     def _reads(self, *roles: str) -> bool:
@@ -196,20 +213,6 @@ def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
         for number, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _readable(message: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    kept = {key: message[key] for key in message if key in names}
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if (
-        thought
-        and message["role"] == "assistant"
-        and not {"reasoning_content", "reasoning"} & {*kept}
-    ):
-        kept["content"] = f"<think>\n{thought}\n</think>\n\n{message.get('content', '')}"
-    if message["role"] == "developer" and "developer" not in names:
-        kept["role"] = "system"
-    return kept
 
 
 def _names(tokenizer: Any) -> frozenset[str] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.engine import EngineConfig
 from producer_workers.hub import Repository
@@ -51,12 +52,12 @@ class AttachedJudge:
     `config`: the `ProducingConfig` of the process.
     """
 
-    is_scorer: ClassVar[bool] = False
-    """whether a task's `judge` may have its key as name: then `scorer` gives the scores"""
+    scored_by: ClassVar[str] = ""
+    """the `Judge` of these values, as module:Class, if a task's `judge` may have its key as name"""
 
     def scorer(self, judging: Any) -> Any:
         """Return the `Judge` of these values. Raises ConfigError."""
-        raise NotImplementedError
+        return load_object(self.scored_by, kind="judge")(self, judging)
 
     @property
     def weights(self) -> Mapping[str, float]:

@@ -293,7 +293,7 @@ class TaskSection(Attaching):
                 'set judging = { kind = "process" }'
             )
         for name in set(self.judges) & attached(self.attaches).keys():
-            if not getattr(self.attached.get(name), "is_scorer", False):
+            if not getattr(self.attached.get(name), "scored_by", ""):
                 yield f"judge {name!r} needs its values: set {name} = {{ … }} in the task"
         if (size := self.group_bytes(None)) > MAX_BYTES:
             yield (

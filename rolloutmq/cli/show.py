@@ -28,7 +28,7 @@ from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
 if TYPE_CHECKING:
     from rolloutmq.config.config import Config
-    from rolloutmq.views.rejudge import Verdict
+    from rolloutmq.views.rejudge import Rejudged
 
 
 Member = Annotated[int | None, Option("--member", min=0, help="Only this rollout of the group.")]
@@ -114,7 +114,7 @@ def rejudge(
         raise typer.Exit(1)
 
 
-def _verdict(verdict: Verdict, above: BaseException | None) -> Text:
+def _verdict(verdict: Rejudged, above: BaseException | None) -> Text:
     """Return a verdict as text; `above`: the error that the verdict above it shows."""
     state = verdict.state
     text = Text.assemble((f"#{state.index} ", "bold"), f"{state.response[:_PREVIEW]!r}\n   ")

@@ -22,7 +22,7 @@ from rolloutmq.views.found_group import FoundGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Rejudged:
     state: RolloutState
     reward: dict[str, float] | None = None
     error: BaseException | None = None
@@ -62,7 +62,7 @@ def responses_of(found: FoundGroup, texts: TokenTexts) -> list[RolloutState]:
 
 def judge_again(
     name: str, task: TaskSection, states: Sequence[RolloutState], member: int | None
-) -> Iterator[Verdict]:
+) -> Iterator[Rejudged]:
     """Yield the verdict on each rollout, or on one `member`.
 
     Raises ConfigError for a task without a judge, or an unknown member.
@@ -80,9 +80,9 @@ def judge_again(
             given = [state.model_copy(deep=True) for state in asked]
             try:
                 rewards = runner.run(judge.judge_group(given))
-                verdicts = [Verdict(*each) for each in zip(asked, rewards, strict=True)]
+                verdicts = [Rejudged(*each) for each in zip(asked, rewards, strict=True)]
             except (Exception, SystemExit) as error:  # a judge may raise anything but Ctrl-C
-                verdicts = [Verdict(state, error=error) for state in asked]
+                verdicts = [Rejudged(state, error=error) for state in asked]
             yield from (each for each in verdicts if member in (None, each.state.index))
 
 

@@ -8,7 +8,7 @@ scores gets exactly 0: dividing by a tiny standard deviation would turn rounding
 advantages.
 
 The segments of an agent's session are one rollout here: its reward counts once, and its tokens are
-numbered from segment to segment (`SampledTokens`).
+numbered from segment to segment (`SessionTokens`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from buffer.errors import ConfigError, WireError
 from buffer.imports import load_function
 from consumer.config.trainer import PASS_AT
-from consumer.grpo.learner.group_rewards import FULL_SCORE, GroupRewards, SampledTokens
+from consumer.grpo.learner.group_rewards import FULL_SCORE, GroupRewards, SessionTokens
 
 Scores = Sequence[NDArray[np.float32]]
 Lengths = Sequence[NDArray[np.intp]]  # int[k] per group
@@ -213,7 +213,7 @@ def turn_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]
     and counts for its turn and all before: process supervision (Shao et al. 2024, arXiv:2402.03300,
     section 4.1.3) by turn. Without token rewards, it is grpo.
     """
-    sampled = [SampledTokens.of(group) for group in groups]
+    sampled = [SessionTokens.of(group) for group in groups]
     rests = [replace(each.group, scores=each.outcomes()) for each in sampled]
     found = []
     for tokens, outcome in zip(sampled, ESTIMATORS["grpo"](rests), strict=True):
@@ -241,7 +241,7 @@ def otb_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
     holds.
     """
     found = []
-    for tokens in map(SampledTokens.of, groups):
+    for tokens in map(SessionTokens.of, groups):
         group = tokens.group
         scores = tokens.outcomes()[group.firsts]
         lengths = np.bincount(tokens.session, minlength=len(scores))
@@ -270,7 +270,7 @@ def _opo(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
     found = []
     for group in groups:
         scores = group.scores[group.firsts]
-        sampled = np.bincount(SampledTokens.of(group).session, minlength=len(scores))
+        sampled = np.bincount(SessionTokens.of(group).session, minlength=len(scores))
         found.append(opo_advantages([scores], [sampled])[group.session])
     return found
 

@@ -17,7 +17,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from consumer.config.critic import CriticConfig
 from consumer.grpo.learner.advantages import EPS
-from consumer.grpo.learner.group_rewards import GroupRewards, SampledTokens
+from consumer.grpo.learner.group_rewards import GroupRewards, SessionTokens
 from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.model_state.optimizers import (
     gradient_step,
@@ -193,11 +193,11 @@ def gae_advantages(
     for group in groups:
         column = group.tokens["values"]
         mask = group.tokens["mask"] * ~np.isnan(column)
-        tokens = SampledTokens.of(replace(group, tokens=group.tokens | {"mask": mask}))
+        tokens = SessionTokens.of(replace(group, tokens=group.tokens | {"mask": mask}))
         value = column[tokens.place].astype(np.float64)
         has_next = tokens.session[:-1] == tokens.session[1:]
         is_last = np.append(~has_next, True)[: len(value)]
-        scores = SampledTokens.of(group).outcomes()[group.firsts][tokens.session]
+        scores = SessionTokens.of(group).outcomes()[group.firsts][tokens.session]
         delta = tokens.rewards + np.where(is_last, scores, 0.0) - value
         delta[:-1] += gamma * np.where(has_next, value[1:], 0.0)
         found.append(tokens.column(_discounted_sums(delta, tokens.session, gamma * lam)))

@@ -91,7 +91,7 @@ class GroupRewards:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SessionTokens:
     """The T tokens of a group that were sampled, session by session, and what turns were worth.
 
     The rollouts of a session are its segments, in order. Its tokens do not depend on how it is cut
@@ -105,7 +105,7 @@ class SampledTokens:
     rewards: Floats  # float64[T]: token_rewards of a token and of those behind it, up to the next
 
     @classmethod
-    def of(cls, group: GroupRewards) -> SampledTokens:
+    def of(cls, group: GroupRewards) -> SessionTokens:
         sampled = group.tokens["mask"] > 0
         starts = sampled & ~np.append(False, sampled[:-1])
         firsts = (np.cumsum(group.lengths) - group.lengths)[group.lengths > 0]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,8 +116,7 @@ class TrainController:
         self._filter = batch_filter or BatchFilter(readers=policy.readers)
         # Of the newest batch, as computed: per rollout, or per trained token (by GAE, unscaled).
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
-        # Of the newest batch, by group: `TrainBatch.scores`.
-        self.scores: dict[str, dict[str, NDArray[np.float32]]] = {}
+        self._trained: TrainBatch | None = None  # the newest batch, for `take_scores`
         # Of each rollout of the newest batch: what kept it from a gradient, or FINISHED.
         self.fates: list[str] = []
 
@@ -147,6 +146,7 @@ class TrainController:
 
     def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Train on a batch without what `BatchFilter` excludes; return the metrics of both."""
+        self._trained = None
         filtered = self._filter.apply(groups)
         batch = self.pack_pad_dispatch(filtered.groups)
         batch = self.compute_old_logprobs(batch)
@@ -157,8 +157,13 @@ class TrainController:
         has_gradient = None if outcome is None else self._with_gradient(filtered.groups, outcome)
         self.fates = filtered.fates(groups, has_gradient)
         metrics = self.train(batch) | filtered.metrics()
-        self.scores = batch.scores()
+        self._trained = batch
         return metrics
+
+    def take_scores(self, gids: Collection[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
+        """Return `TrainBatch.scores` of groups of the newest batch, which is then let go."""
+        batch, self._trained = self._trained, None
+        return batch.scores(gids) if batch else {}
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
         """Pack this rank's groups, without the rollouts that have no policy gradient.

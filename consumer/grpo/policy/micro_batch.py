@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,18 +51,20 @@ class TrainBatch:
     # what `TrainController` computed to pack it: of each group, per rollout or per token
     outcome: Sequence[NDArray[np.float32]] | None = None
 
-    def scores(self) -> dict[str, dict[str, NDArray[np.float32]]]:
+    def scores(self, gids: Collection[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
         """Return what the policy gave to response tokens as it was trained on them, by group.
 
-        `trainer`: log-probability; `entropy`; float32[R] each; nan for what was not packed.
+        Of the groups in `gids`. `trainer`: log-probability; `entropy`; float32[R] each; nan for
+        what was not packed.
         """
-        found: dict[str, dict[str, NDArray[np.float32]]] = {group.gid: {} for group in self.groups}
+        wanted = [(n, group) for n, group in enumerate(self.groups) if group.gid in gids]
+        found: dict[str, dict[str, NDArray[np.float32]]] = {group.gid: {} for _, group in wanted}
         for name, column in (("trainer", "logprobs"), ("entropy", "entropy")):
-            columns = [np.full(len(group.mask), np.nan, np.float32) for group in self.groups]
+            columns = [np.empty(0, np.float32)] * len(self.groups)
+            for n, group in wanted:
+                columns[n] = found[group.gid][name] = np.full(len(group.mask), np.nan, np.float32)
             for update in self.updates:
                 update.batches.fill(columns, getattr(update, column))
-            for group, values in zip(self.groups, columns, strict=True):
-                found[group.gid][name] = values
         return found
 
     def set_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
@@ -180,11 +182,15 @@ class MicroBatches:
         return self.per_token(self._table.columns(name))
 
     def fill(self, columns: Sequence[NDArray[np.float32]], values: Sequence[Tensor]) -> None:
-        """Copy float32[N] of every micro-batch into float32[R] of each group."""
+        """Copy float32[N] of every micro-batch into float32[R] of each group; [0]: not of this."""
+        table = self._table
+        wanted = np.array([len(column) > 0 for column in columns], np.bool_)
         for layout, own in zip(self._layouts, values, strict=True):
-            parts = self._table.parts(columns, layout.chosen)
-            rest = own.cpu().numpy()  # one transfer from the device for all parts
-            for part in parts:
+            is_wanted = wanted[table.group[layout.chosen]]
+            tokens = torch.from_numpy(np.repeat(is_wanted, table.lengths[layout.chosen]))
+            # one transfer from the device for all parts
+            rest = own[tokens.to(own.device)].cpu().numpy()
+            for part in table.parts(columns, layout.chosen[is_wanted]):
                 part[:], rest = rest[: len(part)], rest[len(part) :]
 
     def _build(self, layout: Layout) -> MicroBatch:

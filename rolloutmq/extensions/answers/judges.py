@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.wire.group import UNPARSED
-from rolloutmq.extensions.answers.truths import Verdict, compare_number, number_of, truth_of
+from rolloutmq.extensions.answers.truths import Comparison, compare_number, number_of, truth_of
 
 
 def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
@@ -18,9 +18,9 @@ def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str
     return _scored(compare_number(response, number_of(ground_truth)))
 
 
-def _scored(verdict: Verdict) -> dict[str, float]:
-    is_parsed = verdict is not Verdict.UNPARSED
-    return {"score": float(verdict is Verdict.RIGHT), UNPARSED: float(not is_parsed)}
+def _scored(verdict: Comparison) -> dict[str, float]:
+    is_parsed = verdict is not Comparison.UNPARSED
+    return {"score": float(verdict is Comparison.RIGHT), UNPARSED: float(not is_parsed)}
 
 
 def math_verify(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:

@@ -23,7 +23,7 @@ from rolloutmq.extensions.answers.spans import AnswerSpan, has_decimal_commas, s
 from rolloutmq.extensions.answers.values import BOX_END, BOX_START, GUESS, Value, plain
 
 
-class Verdict(Enum):
+class Comparison(Enum):
     """What a judge can say of a response."""
 
     RIGHT = "right"
@@ -63,16 +63,16 @@ def _read(span: AnswerSpan, response: str) -> Reading | None:
     return read(span.text, is_answer=span.is_marked, has_decimal_commas=commas)
 
 
-def compare_number(response: str, truth: Value) -> Verdict:
+def compare_number(response: str, truth: Value) -> Comparison:
     """Return whether a response gives this number."""
     number = _number(response)
-    return Verdict.UNPARSED if number is None else _compared(number, truth)
+    return Comparison.UNPARSED if number is None else _compared(number, truth)
 
 
-def _compared(value: Value, truth: Value) -> Verdict:
+def _compared(value: Value, truth: Value) -> Comparison:
     if value.equals(truth):
-        return Verdict.RIGHT
-    return Verdict.UNPARSED if value.is_unsure else Verdict.WRONG
+        return Comparison.RIGHT
+    return Comparison.UNPARSED if value.is_unsure else Comparison.WRONG
 
 
 # -- any ground truth ------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Truth:
         is_name = "\\" not in text and not re.search("[zq=]", kinds) and re.search(r"\w", text)
         return cls(name=text) if is_name else cls(raw.strip(" $."))
 
-    def compare(self, response: str) -> Verdict:
+    def compare(self, response: str) -> Comparison:
         """Return whether a response gives this answer.
 
         Raises ValueError if the ground truth holds no mathematics.
@@ -121,29 +121,29 @@ class Truth:
             if self.name is not None:
                 verdict = self._compare_name(span)
                 is_doubt = re.search("[dNrkw]", kinds_of(plain(span.text)))
-                if verdict is not Verdict.UNPARSED or span.is_marked or is_doubt:
+                if verdict is not Comparison.UNPARSED or span.is_marked or is_doubt:
                     return verdict
                 continue
             reading = _read(span, response)
             if reading is not None:
                 return self._compare(reading)
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
 
-    def _compare(self, reading: Reading) -> Verdict:
+    def _compare(self, reading: Reading) -> Comparison:
         values = reading.values
         is_list = re.search(r"[,;±]|\\pm|\\{", self.latex)
         if not values or (len(values) > 1 and not is_list):
-            return Verdict.UNPARSED
+            return Comparison.UNPARSED
         if self.number is not None and values[0].number is not None:
             return _compared(values[0], self.number)
         answers = reading.equations if "=" in self.latex else [value.latex for value in values]
         answer = ", ".join(answers)
         for letters in re.findall(f"{GUESS}([a-zA-Z ]+)", answer):
             if not set(letters) <= set(self.latex):
-                return Verdict.UNPARSED  # a word or a unit
+                return Comparison.UNPARSED  # a word or a unit
         return _verified(self.latex, answer)
 
-    def _compare_name(self, span: AnswerSpan) -> Verdict:
+    def _compare_name(self, span: AnswerSpan) -> Comparison:
         """Return whether a part of a response is this name, with nothing beside it."""
         assert self.name is not None
         text = _simple(span.text)
@@ -152,15 +152,15 @@ class Truth:
         if start >= 0:
             left, text, right = text[:start], text[start + 1 : end], text[end + 1 :]
             if not is_left(kinds_of(left)) or not _NAME_ENDS.match(kinds_of(right)):
-                return Verdict.UNPARSED
+                return Comparison.UNPARSED
         for found in self._occurrences(text):
             before, behind = kinds_of(text[: found.start()]), kinds_of(text[found.end() :])
             is_listed = re.search("[uVqnm][,cr]+[fa]*$", before)
             is_begun = LEAD.fullmatch(before) or (is_left(before) and not is_listed)
             if is_begun and (found[0][-1:] == ")" or _NAME_ENDS.match(behind)):
-                return Verdict.RIGHT
+                return Comparison.RIGHT
         is_other = _PHRASE.fullmatch(kinds_of(text)) and not any(self._occurrences(text))
-        return Verdict.WRONG if is_other else Verdict.UNPARSED
+        return Comparison.WRONG if is_other else Comparison.UNPARSED
 
     def _occurrences(self, text: str) -> Iterator[re.Match[str]]:
         assert self.name is not None
@@ -181,17 +181,17 @@ def truth_of(given: Any) -> Truth:
     return Truth.of(text_of(given))
 
 
-def _verified(truth: str, answer: str) -> Verdict:
+def _verified(truth: str, answer: str) -> Comparison:
     expected, given = _parse(truth), _parse(answer)
     if not expected:
         raise ValueError(f"the ground truth {truth!r:.80} holds no mathematics")
     from math_verify import verify
 
     if not given:
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
     # Without its time limit, which only works in a main thread: the rq job has one.
     is_right = verify(expected, given, timeout_seconds=None, allow_set_relation_comp=True)
-    return Verdict.RIGHT if is_right else Verdict.WRONG
+    return Comparison.RIGHT if is_right else Comparison.WRONG
 
 
 def _parse(latex: str) -> list[Any]:

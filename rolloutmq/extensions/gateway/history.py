@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from operator import and_, eq
 from typing import Any
 
 from producer_workers.agent_loops.call_json import read_json
@@ -40,6 +39,15 @@ def split_thought(text: str) -> tuple[str | None, str]:
     return thought.strip(), text[end:].lstrip()
 
 
+def said_in(message: dict[str, Any]) -> tuple[Any, str | None, list[Any]]:
+    """Return a message, the thought that was taken out of it, and the ids of its calls."""
+    ids = [call["id"] for call in message.get("tool_calls", ())]
+    if message["role"] != "assistant":
+        return message, None, ids
+    thought, turn = _of_model(message)
+    return turn, thought, ids
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What must be the same in a conversation that continues another; all lists are by message.
@@ -54,28 +62,29 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Messages) -> Conversation:
-        made = cls([], [], [])
+        return cls.join(list(map(said_in, messages)))
+
+    @classmethod
+    def join(cls, said: Sequence[tuple[Any, str | None, list[Any]]]) -> Conversation:
+        turns, thoughts, calls = map(list, zip(*said, strict=True)) if said else ([], [], [])
         numbers: dict[Any, int] = {}
         count = itertools.count()
-        for message in messages:
-            thought = None
-            turn: Any = message
-            ids = [call["id"] for call in message.get("tool_calls", ())]
-            if message["role"] == "assistant":
-                thought, turn = _of_model(message)
-                numbers.update(zip(ids, count, strict=False))
-            elif "tool_call_id" in message:
-                called = message["tool_call_id"]
-                turn = {**message, "tool_call_id": numbers.get(called, called)}
-            made.turns.append(turn)
-            made.thoughts.append(thought)
-            made.calls.append(ids)
-        return made
+        for place, turn in enumerate(turns):
+            if isinstance(turn, tuple):  # the model's
+                numbers.update(zip(calls[place], count, strict=False))
+            elif "tool_call_id" in turn:
+                called = turn["tool_call_id"]
+                turns[place] = {**turn, "tool_call_id": numbers.get(called, called)}
+        return cls(turns, thoughts, calls)
 
     def shared(self, other: Conversation) -> int:
         """Return how many first messages both have."""
-        thoughts = map(_same_thought, other.thoughts, self.thoughts)
-        return sum(takewhile(bool, map(and_, map(eq, self.turns, other.turns), thoughts)))
+        both = min(len(self.turns), len(other.turns))
+        if self.part(0, both) == other.part(0, both):
+            return both
+        pairs = zip(self.turns, other.turns, self.thoughts, other.thoughts, strict=False)
+        same = (a == b and thought in (None, known or "") for a, b, thought, known in pairs)
+        return sum(takewhile(bool, same))
 
     def part(self, start: int, end: int | None = None) -> Conversation:
         part = slice(start, end)
@@ -98,10 +107,6 @@ class Conversation:
         return Conversation(
             self.turns + other.turns, self.thoughts + other.thoughts, self.calls + other.calls
         )
-
-
-def _same_thought(known: str | None, given: str | None) -> bool:
-    return given is None or given == (known or "")
 
 
 def _of_model(message: dict[str, Any]) -> tuple[str | None, Any]:

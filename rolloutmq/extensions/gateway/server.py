@@ -31,9 +31,11 @@ from rolloutmq.extensions.gateway.dialects.openai_chat import ChatRequest, TextR
 from rolloutmq.extensions.gateway.dialects.openai_responses import ResponsesRequest
 from rolloutmq.extensions.gateway.dialects.vllm_tokens import GenerateRequest
 from rolloutmq.extensions.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
+from rolloutmq.extensions.gateway.known_messages import Known, split
 from rolloutmq.extensions.gateway.reply import Reply
 from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.extensions.gateway.session import ContextFull, Session, SessionClosed
+from rolloutmq.extensions.gateway.turn import Ask
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -237,8 +239,8 @@ async def _answer(
     request: web.Request, kind: type[AgentRequest], guest: Guest, session: Session
 ) -> web.StreamResponse:
     body = await body_of(request)
-    asked = await in_thread_of_texts(len(body), _parse, kind, body)
-    ask = replace(asked.ask(), size=len(body))
+    asked, ask = await in_thread_of_texts(len(body), _parse, kind, body, session.known)
+    ask = replace(ask, size=len(body))
     if asked.counts:
         tokens = await _done(partial(session.count, ask), guest)
         return web.json_response({"input_tokens": tokens})
@@ -325,19 +327,26 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
         raise Refusal(503, "the engine died", "interrupted") from error
 
 
-def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
-    """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
-    if body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
+def _parse(kind: type[AgentRequest], body: bytes, known: Known) -> tuple[AgentRequest, Ask]:
+    """Return the request in `body`, perhaps without its messages, and what it asks, with them.
+
+    Halves of surrogate pairs are replaced by U+FFFD.
+    """
+    is_large = 4 * len(body) > MOST_VALUES
+    if is_large and body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
         raise Refusal(413, "this request has too many values to be read", "request_too_large")
+    body, messages = split(kind, body, known)
     try:
-        return kind.model_validate_json(body)
+        asked = kind.model_validate_json(body)
     except ValidationError:
         text = body.decode(errors="replace")
         whole = _ESCAPE.sub(lambda found: "\ufffd" if found[1] else found[0], text).encode()
-    try:
-        return kind.model_validate_json(whole)
-    except ValidationError as error:
-        raise _faults(error) from error
+        try:
+            asked = kind.model_validate_json(whole)
+        except ValidationError as error:
+            raise _faults(error) from error
+    ask = asked.ask()
+    return asked, replace(ask, messages=messages) if messages else ask
 
 
 def _faults(error: ValidationError) -> Refusal:

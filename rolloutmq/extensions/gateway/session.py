@@ -37,8 +37,9 @@ from producer_workers.agent_loops.tokenizer import (
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.datasets.row_values import byte_count
 from producer_workers.engines.base import Engine, FinishReason, Generation, context_length
-from rolloutmq.extensions.gateway.history import Conversation, Messages
+from rolloutmq.extensions.gateway.history import Conversation, Messages, said_in
 from rolloutmq.extensions.gateway.kept_turns import TurnWriter
+from rolloutmq.extensions.gateway.known_messages import Continued, Known
 from rolloutmq.extensions.gateway.segment import Segment, TurnEnd, continued_by, why_new
 from rolloutmq.extensions.gateway.session_record import check_storable
 from rolloutmq.extensions.gateway.turn import Ask, SampledTurn, TokenBudget, as_openai
@@ -120,6 +121,11 @@ class Session:
         self.segments = [*finished]
         self.unsent: list[Segment] = []  # their last turns: a program may have got no answer
         self.interrupted = asyncio.Event()
+        self.known: Known = {}
+        self._opening = Continued(lambda text: {"role": "system", "content": text}, str)
+        self._readable = Continued(self._make_readable)
+        self._sizes = Continued[Any, int](lambda message: byte_count(message, 2**62))
+        self._said = Continued(said_in)
 
     @property
     def is_full(self) -> bool:
@@ -147,7 +153,7 @@ class Session:
         """Return the answer to a request, once, if it was made but perhaps not sent."""
         if ask.prompt:
             return None
-        given = Conversation.of(self._messages(ask))
+        given = Conversation.join(self._said.each(self._messages(ask)))
         for segment in self.unsent:
             count = len(given.turns)
             is_same = count + 1 == len(segment.said.turns) and given.shared(segment.said) == count
@@ -191,17 +197,22 @@ class Session:
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
-        check_storable(ask.messages, ask.tools)
-        opening = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
-        messages = self._delta.readable([*opening, *self._before(ask), *ask.messages])
-        self._check_bytes([messages, ask.tools])
+        check_storable([], ask.tools)
+        opening = self._opening.each([ask.instructions] if ask.instructions else [])
+        readable = self._readable.each([*opening, *self._before(ask), *ask.messages])
+        messages = self._delta.in_order(readable)
+        self._check_bytes(ask.tools, messages)
         return messages
 
-    def _check_bytes(self, texts: Any) -> None:
-        """Raise ContextFull for texts that are too long to be encoded."""
+    def _make_readable(self, message: dict[str, Any]) -> dict[str, Any]:
+        check_storable([message], None)
+        return self._delta.readable(message)
+
+    def _check_bytes(self, texts: Any, messages: Messages = ()) -> None:
+        """Raise ContextFull for what is too long to be encoded."""
         if context := context_length(self._engine):
             most = BYTES_PER_TOKEN * context
-            if byte_count(texts, most) > most:
+            if byte_count(texts, most) + sum(self._sizes.each(messages)) > most:
                 raise ContextFull(_LONG.format(context, f"over {most} bytes"))
 
     def _before(self, ask: Ask) -> Messages:
@@ -293,7 +304,7 @@ class Session:
     def _context(self, ask: Ask) -> Reading:
         """Return what the model reads; without a parent, it begins a segment."""
         messages, tools = self._messages(ask), ask.tools
-        given = Conversation.of(messages)
+        given = Conversation.join(self._said.each(messages))
         segments = self.segments
         claimed = [request.parent for request in [*self._running]]
         free = [segment for segment in segments if segment not in claimed]
@@ -335,9 +346,9 @@ class Session:
         else:
             if self._fills_context(len(prompt)):
                 raise ContextFull(self.truncation)
-            if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
-                raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             tokens = np.array(prompt, "<i4")
+            if (most := int(tokens.max())) > (largest := self._delta.largest_token or most):
+                raise ConfigError(f"this model has no token {most}: its last is {largest}")
 
         def begins_with(segment: Segment, end: TurnEnd) -> bool:
             if isinstance(prompt, str):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -29,9 +29,7 @@ from rolloutmq.extensions.llm_judge.questions import (
     VerdictUnreadable,
     question,
 )
-
-if TYPE_CHECKING:  # the section makes the judge
-    from rolloutmq.extensions.llm_judge.section import LlmSection
+from rolloutmq.extensions.llm_judge.section import LlmSection
 
 BYTES_PER_TOKEN = 3  # of a prompt, to reserve its tokens; what an answer counts is settled later
 

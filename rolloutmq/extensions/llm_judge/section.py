@@ -24,7 +24,7 @@ class LlmSection(Section, AttachedJudge):
     judged twice.
     """
 
-    is_scorer: ClassVar[bool] = True
+    scored_by: ClassVar[str] = "rolloutmq.extensions.llm_judge.judge:LlmJudge"
 
     url: str = Field(pattern=r"^https?://[^\s?#@]+$")
     """URL of the API, with /v1; a server of yours, such as `vllm serve`, or a hosted one"""
@@ -66,11 +66,6 @@ class LlmSection(Section, AttachedJudge):
             yield f"a key would be sent to {host} unencrypted: use https://"
         if taken := {"model", "messages", "stream", "n"} & self.options.keys():
             yield f"options cannot set {', '.join(sorted(taken))}"
-
-    def scorer(self, judging: Any) -> Any:
-        from rolloutmq.extensions.llm_judge.judge import LlmJudge
-
-        return LlmJudge(self, judging)
 
     def headers(self) -> dict[str, str]:
         """Return the headers with the key. Raises ConfigError where it is not set."""

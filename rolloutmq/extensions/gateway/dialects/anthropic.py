@@ -140,6 +140,7 @@ def _of_user(blocks: Sequence[Any]) -> Iterator[Json]:
 
 class MessagesRequest(ToolRequest):
     path = "/v1/messages"
+    history = "messages"
     refused = REFUSED
 
     messages: Annotated[JsonList, Field(min_length=1), BeforeValidator(_messages)]
@@ -148,6 +149,10 @@ class MessagesRequest(ToolRequest):
     max_tokens: MaxTokens | None = None
     stop_sequences: Stops | None = None
     output_config: FormatHolder = None
+
+    @staticmethod
+    def plain(items: list[Any]) -> list[Json]:
+        return list(_messages(items))
 
     def ask(self) -> Ask:
         return Ask(

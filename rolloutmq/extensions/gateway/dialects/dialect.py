@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
+import msgspec
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -27,6 +28,8 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenList = Annotated[list[Token], Field(fail_fast=True)]
 Tokens = Annotated[TokenList, Field(min_length=1)]
 JsonList = Annotated[list[Json], Field(fail_fast=True)]
+
+ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def structure_of(form: Any) -> StructuredOutput | None:
@@ -101,6 +104,8 @@ class AgentRequest(Fields, ABC):
     path: ClassVar[str]
     # It asks only how many tokens the model would read.
     counts: ClassVar[bool] = False
+    # The field with the whole conversation, each message of which is read once; "": there is none.
+    history: ClassVar[str] = ""
 
     model: str = ""
     stream: bool | None = None
@@ -109,6 +114,16 @@ class AgentRequest(Fields, ABC):
     def _can_be_asked(self) -> Self:
         self.ask()
         return self
+
+    @staticmethod
+    def parts(history: bytes) -> list[bytes]:
+        """Return the items of `history` as JSON; those that make one message, between commas."""
+        return list(map(bytes, ITEMS.decode(history)))
+
+    @staticmethod
+    def plain(items: list[Any]) -> list[Json]:
+        """Return items of `history` as messages of chat completions. Raises ValueError."""
+        raise NotImplementedError
 
     @property
     def wants_logprobs(self) -> bool:

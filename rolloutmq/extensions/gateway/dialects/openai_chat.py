@@ -101,6 +101,7 @@ class OpenAIRequest(AgentRequest):
 
 class ChatRequest(OpenAIRequest, ToolRequest):
     path = "/v1/chat/completions"
+    history = "messages"
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -113,7 +114,11 @@ class ChatRequest(OpenAIRequest, ToolRequest):
     @field_validator("messages")
     @classmethod
     def _plain(cls, messages: list[Json]) -> list[Json]:
-        return [plain_message(message) for message in messages]
+        return cls.plain(messages)
+
+    @staticmethod
+    def plain(items: list[Any]) -> list[Json]:
+        return [plain_message(item) for item in items]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -214,12 +219,14 @@ def usage_of(turn: SampledTurn) -> dict[str, int]:
     }
 
 
-def plain_message(message: Json) -> Json:
+def plain_message(message: Any) -> Json:
     """Return a message in one form, so that equal conversations compare equal.
 
     Unknown fields stay, since a chat template may read them. Raises ValueError for content that is
     not text.
     """
+    if not isinstance(message, dict):
+        raise ValueError("a message is an object")
     kept = {key: value for key, value in message.items() if value is not None}
     for name, instead in REFUSED_IN_MESSAGES.items():
         if kept.get(name):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from producer_workers.agent_loops.call_json import read_json, write_json
 from rolloutmq.extensions.gateway.dialects.dialect import (
+    ITEMS,
     FormatHolder,
     Json,
     JsonList,
@@ -32,6 +35,9 @@ REFUSED = {
     "top_logprobs": "ask chat completions for logprobs",
 }
 
+# Types of items that are no part of a turn of the model, unless they have its role.
+_OTHERS = ("", "message", "function_call_output", "custom_tool_call_output")
+
 _TEXTS = ("input_text", "output_text", "text")
 
 # The arguments of a custom tool, whose input is any text.
@@ -42,62 +48,58 @@ _FREE_TEXT: Json = {
 }
 
 
-class _Conversation:
-    """The messages of chat completions that input items are."""
+class _Head(msgspec.Struct):
+    role: Any = ""
+    type: Any = ""
 
-    def __init__(self) -> None:
-        self.messages: list[Json] = []
-        self._turn: Json | None = None  # the model's, which further items may belong to
+    @property
+    def is_of_model(self) -> bool:
+        return self.role == "assistant" or self.type not in _OTHERS
 
-    def add(self, item: Any) -> None:
-        match item:
-            case {"role": "assistant", "content": content}:
-                self._part("content", joined_text(content, _TEXTS))
-            case {"role": str(role), "content": content}:
-                self._other({"role": role, "content": joined_text(content, _TEXTS)})
-            case {"type": "reasoning"}:
-                self._part("reasoning_content", _thought(item))
-            case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
-                function = {"name": _whole_name(item.get("namespace"), name), "arguments": given}
-                self._call({"id": call, "type": "function", "function": function})
-            case {
-                "type": "custom_tool_call",
-                "call_id": str(call),
-                "name": name,
-                "input": str(text),
-            }:
-                function = {"name": name, "arguments": _arguments_with(text)}
-                self._call({"id": call, "type": "function", "function": function})
-            case {
-                "type": "function_call_output" | "custom_tool_call_output",
-                "call_id": str(call),
-                "output": said,
-            }:
-                text = result_text(said, _TEXTS)
-                self._other({"role": "tool", "tool_call_id": call, "content": text})
-            case {"type": kind}:
-                raise ValueError(f"items of type {kind} cannot be recorded for training")
-            case _:
-                raise ValueError("an item has a type, or a role and content")
 
-    def _part(self, name: str, text: str | None) -> None:
-        """Begin a turn of the model, or complete one that has no such part and no calls yet."""
-        if self._turn is None or name in self._turn or "tool_calls" in self._turn:
-            self._turn = self._begin()
-        self._turn[name] = text
+_HEADS = msgspec.json.Decoder(list[_Head])
 
-    def _call(self, call: Json) -> None:
-        if self._turn is None:
-            self._turn = self._begin()
-        self._turn.setdefault("tool_calls", []).append(call)
 
-    def _begin(self) -> Json:
-        self.messages.append({"role": "assistant"})
-        return self.messages[-1]
+def _add(messages: list[Json], item: Any) -> None:
+    """Add an input item to messages of chat completions."""
+    match item:
+        case {"role": "assistant", "content": content}:
+            _turn(messages, "content")["content"] = joined_text(content, _TEXTS)
+        case {"role": str(role), "content": content}:
+            messages.append({"role": role, "content": joined_text(content, _TEXTS)})
+        case {"type": "reasoning"}:
+            _turn(messages, "reasoning_content")["reasoning_content"] = _thought(item)
+        case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
+            _add_call(messages, call, _whole_name(item.get("namespace"), name), given)
+        case {"type": "custom_tool_call", "call_id": str(call), "name": name, "input": str(text)}:
+            _add_call(messages, call, name, _arguments_with(text))
+        case {
+            "type": "function_call_output" | "custom_tool_call_output",
+            "call_id": str(call),
+            "output": said,
+        }:
+            text = result_text(said, _TEXTS)
+            messages.append({"role": "tool", "tool_call_id": call, "content": text})
+        case {"type": kind}:
+            raise ValueError(f"items of type {kind} cannot be recorded for training")
+        case _:
+            raise ValueError("an item has a type, or a role and content")
 
-    def _other(self, message: Json) -> None:
-        self._turn = None
-        self.messages.append(message)
+
+def _add_call(messages: list[Json], call: str, name: Any, arguments: Any) -> None:
+    function = {"name": name, "arguments": arguments}
+    calls = _turn(messages).setdefault("tool_calls", [])
+    calls.append({"id": call, "type": "function", "function": function})
+
+
+def _turn(messages: list[Json], part: str = "") -> Json:
+    """Return the turn of the model at the end, or a new one: behind calls, or a second `part`."""
+    last = messages[-1] if messages else {}
+    is_over = part and (part in last or "tool_calls" in last)
+    if is_over or last.get("role") != "assistant":
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
 
 
 def _thought(item: Json) -> str | None:
@@ -111,10 +113,10 @@ def _messages(given: Any) -> Any:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    conversation = _Conversation()
+    messages: list[Json] = []
     for item in given:
-        conversation.add(item)
-    return [plain_message(message) for message in conversation.messages]
+        _add(messages, item)
+    return list(map(plain_message, messages))
 
 
 def _arguments_with(text: str) -> str:
@@ -175,6 +177,7 @@ def _names_of_custom(tools: Any) -> list[Any]:
 
 class ResponsesRequest(ToolRequest):
     path = "/v1/responses"
+    history = "input"
     refused = REFUSED
 
     input: Annotated[JsonList, Field(min_length=1), BeforeValidator(_messages)]
@@ -189,6 +192,16 @@ class ResponsesRequest(ToolRequest):
 
     _name: str = PrivateAttr(default_factory=new_name)
     _told: int = PrivateAttr(0)  # events
+
+    @staticmethod
+    def plain(items: list[Any]) -> list[Json]:
+        return list(_messages(items))
+
+    @staticmethod
+    def parts(history: bytes) -> list[bytes]:
+        items = zip(_HEADS.decode(history), map(bytes, ITEMS.decode(history)), strict=True)
+        runs = groupby(items, lambda item: item[0].is_of_model)
+        return [b",".join(item for _, item in run) for _, run in runs]
 
     def ask(self) -> Ask:
         return Ask(

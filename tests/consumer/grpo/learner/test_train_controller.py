@@ -21,6 +21,7 @@ from consumer.grpo.learner.train_controller import TrainController, read_columns
 from consumer.grpo.policy.policy import Policy
 from consumer.grpo.reporting.metrics import BatchColumns
 from tests.consumer.grpo.learner import own_objective
+from tests.consumer.grpo.learner.test_distillation import sampled_logprobs
 from tests.consumer.grpo.models.tiny import make_group
 
 
@@ -313,3 +314,23 @@ def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Pat
     with_kl = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
     with_kl.fit(batch())
     assert "no_advantage" not in with_kl.fates
+
+
+def test_scores_of_some_groups_are_those_of_the_pass_that_trained_them(model_dir: Path) -> None:
+    gids = [group.gid for group in make_batch()]
+    taken = []
+    for asked in (gids, gids[1:2], []):
+        controller = make_controller(model_dir, updates_per_batch=2, old_policy="current")
+        controller.fit(make_batch())
+        taken.append(controller.take_scores(asked))
+    whole, one, none = taken
+    assert ([*whole], [*one], [*none]) == (gids, gids[1:2], [])
+    for name, values in one[gids[1]].items():
+        assert np.array_equal(values, whole[gids[1]][name], equal_nan=True), name
+    for group in make_batch()[:2]:  # of the first update, which has the weights of before
+        trainer, entropy = whole[group.gid]["trainer"], whole[group.gid]["entropy"]
+        expected = sampled_logprobs(make_controller(model_dir).policy, group)
+        known = np.isfinite(trainer)
+        assert known.any()
+        assert np.array_equal(known, np.isfinite(entropy))
+        assert np.allclose(trainer[known], expected[known], atol=1e-4)
