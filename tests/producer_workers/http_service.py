@@ -11,10 +11,6 @@ from typing import Any
 import orjson
 
 
-class Server(ThreadingHTTPServer):
-    request_queue_size = 128  # else a client of many connections at once waits for seconds
-
-
 @contextmanager
 def http_service(answer: Callable[[str, Any], tuple[int, bytes]]) -> Iterator[str]:
     """Serve `answer(path, question)`, a status and a body, at the URL; status 0 is no answer."""
@@ -33,6 +29,9 @@ def http_service(answer: Callable[[str, Any], tuple[int, bytes]]) -> Iterator[st
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 1024
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

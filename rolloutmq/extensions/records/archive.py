@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from buffer.errors import LONGEST_REASON, RolloutMQError
 from buffer.imports import import_extra
@@ -54,23 +54,9 @@ class ArchiveFailed(RolloutMQError):
     """Raised where an archive cannot be read or written."""
 
 
-class Shelf(Protocol):
+class FolderShelf:
     """Keeps files by name; a file is there with all of its bytes, or not at all."""
 
-    def names(self) -> list[str]: ...
-    def get(self, name: str) -> bytes:
-        """Return the bytes of a file. Raises FileNotFoundError."""
-
-    def scratch(self) -> Path | None:
-        """Return a folder in which a file may be made for `put`, after deleting what is in it."""
-
-    def put(self, name: str, file: Path) -> None:
-        """Store a file, which may be moved away."""
-
-    def drop(self, name: str) -> None: ...
-
-
-class FolderShelf:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -78,15 +64,18 @@ class FolderShelf:
         return [path.name for path in self._folder.glob("*")]
 
     def get(self, name: str) -> bytes:
+        """Return the bytes of a file. Raises FileNotFoundError."""
         return (self._folder / name).read_bytes()
 
     def scratch(self) -> Path:
+        """Return a folder in which a file may be made for `put`, after deleting what is in it."""
         folder = self._folder / ".new"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def put(self, name: str, file: Path) -> None:
+        """Store a file, which may be moved away."""
         sync(file)
         file.replace(self._folder / name)
         sync(self._folder)
@@ -96,7 +85,7 @@ class FolderShelf:
 
 
 class BucketShelf:
-    """Objects under a URL; credentials and endpoint are in the environment, as for weights."""
+    """As `FolderShelf`, objects under a URL; credentials are in the environment, as for weights."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -128,7 +117,7 @@ class Archive:
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self._shelf: Shelf = BucketShelf(place) if "://" in place else FolderShelf(Path(place))
+        self._shelf = BucketShelf(place) if "://" in place else FolderShelf(Path(place))
 
     def steps(self) -> list[int]:
         with self._failing():
@@ -152,8 +141,9 @@ class Archive:
             with self._failing():
                 return self._shelf.get(_name(step))
         except FileNotFoundError:
+            steps = self.steps() or [0]
             raise ArchiveFailed(
-                f"{self.place} has no file of step {step}: {self._having()}",
+                f"{self.place} has no file of step {step}: its steps are {steps[0]} to {steps[-1]}",
                 hint="put a copy of the file there; steps on one side of the gap can be replayed "
                 "from a checkpoint on that side",
             ) from None
@@ -177,10 +167,6 @@ class Archive:
         """Return the bytes of a file that `keep` stored; None without it."""
         with self._failing():
             return self._shelf.get(name) if name in self._shelf.names() else None
-
-    def _having(self) -> str:
-        steps = self.steps()
-        return f"it has {len(steps)} of steps {steps[0]} to {steps[-1]}" if steps else "it is empty"
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -273,11 +259,8 @@ class Archiver(Observer):
             except Exception as error:
                 failures += 1
                 is_known = isinstance(error, (RolloutMQError, OSError))
-                log.error(
-                    "not archived, at try %d; the server keeps the batches: %s",
-                    *(failures, error),
-                    exc_info=not is_known,
-                )
+                what = "not archived, at try %d; the server keeps the batches: %s"
+                log.error(what, failures, error, exc_info=not is_known)
                 if is_last and failures >= LAST_TRIES:
                     return
                 self._ended.wait(BACKOFF.pause_s(failures))

@@ -3,6 +3,7 @@
     archive/step-0000041.rmq      the batch, config and versions
     checkpoints/step-000040/      the state before it
     model/                        the first weights and the tokenizer
+    policy/                       in place of both: what forward passes returned (--logprobs)
     steps.jsonl                   the line of the step: loss, norms, rewards
     terms/                        what it was trained under
 
@@ -13,6 +14,7 @@ and weights are safetensors.
 from __future__ import annotations
 
 import re
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -30,15 +32,17 @@ MOST_BYTES = 4 << 30
 _NAMES = re.compile(
     r"archive/step-\d{7,}\.rmq|archive/[0-9a-f]{64}\.json|terms/[0-9a-f]{64}\.json|steps\.jsonl|"
     r"checkpoints/step-\d{6,}/[\w.-]+\.(json|safetensors|sha256)|"
-    r"model/[\w.-]+\.(json|safetensors|txt|model|jinja)"
+    r"model/[\w.-]+\.(json|safetensors|txt|model|jinja)|policy/scores\.safetensors"
 )
 
 
-def write_bundle(run: Path, archive: Archive, step: int, target: Path, most_bytes: int) -> int:
-    """Write the bundle of a step, and return its bytes.
+def write_bundle(
+    run: Path, archive: Archive, step: int, target: Path, most_bytes: int | None
+) -> tuple[int, list[tuple[str, float, float]]]:
+    """Write the bundle of a step; return its bytes, and what was trained otherwise.
 
-    Raises ConfigError where the checkpoint before it is not kept, or state and model are larger
-    than `most_bytes`.
+    `most_bytes`: of state and model; None: log-probabilities are stored in their place. Raises
+    ConfigError where the checkpoint before it is not kept, or state and model are larger.
     """
     before = CheckpointFolder(run / "checkpoints")
     if step > 1 and step - 1 not in before.steps():
@@ -48,26 +52,33 @@ def write_bundle(run: Path, archive: Archive, step: int, target: Path, most_byte
             hint=f"kept: {kept}; `rolloutmq replay` to the step before (--to) makes one; then "
             "bundle its folder, with --archive of this run",
         )
-    with archive.open(step) as file:
-        model = config_of(file.facts.config, run={"dir": str(run)}).model_folder
-    state = [*before.path(step - 1).iterdir()] if step > 1 else []
-    files = {f"checkpoints/{path.parent.name}/{path.name}": path for path in state}
-    files |= {f"model/{path.name}": path for path in model.iterdir()}
-    files |= {f"{TERMS}/{path.name}": path for path in (run / TERMS).glob("*.json")}
-    chosen = {name: path for name, path in files.items() if _NAMES.fullmatch(name)}
-    size = sum(path.stat().st_size for path in chosen.values())
-    if size > most_bytes:
-        raise ConfigError(
-            f"state and model have {size / 1e6:,.0f} MB, more than {most_bytes / 1e6:,.0f}",
-            hint="--max-mb sets another limit",
-        )
-    with zipfile.ZipFile(target, "x") as bundle:
-        bundle.writestr(f"archive/step-{step:07d}.rmq", archive.raw(step))
-        for name, path in chosen.items():
-            bundle.write(path, name)
-        own = [line for number, line in log_lines(run / STEPS_FILE) if number == step]
-        bundle.writestr(STEPS_FILE, b"".join(own[-1:]))
-    return target.stat().st_size
+    terms = {f"{TERMS}/{path.name}": path for path in (run / TERMS).glob("*.json")}
+    differing = []
+    with archive.open(step) as file, tempfile.TemporaryDirectory(prefix="rolloutmq-") as place:
+        if most_bytes is None:
+            from rolloutmq.extensions.records.recorded_policy import SCORES, record_step
+
+            files = {str(SCORES): Path(place) / SCORES.name}
+            differing = record_step(run, file, files[str(SCORES)])
+        else:
+            model = config_of(file.facts.config, run={"dir": str(run)}).model_folder
+            state = [*before.path(step - 1).iterdir()] if step > 1 else []
+            files = {f"checkpoints/{path.parent.name}/{path.name}": path for path in state}
+            files |= {f"model/{path.name}": path for path in model.iterdir()}
+        chosen = {name: path for name, path in files.items() if _NAMES.fullmatch(name)}
+        size = sum(path.stat().st_size for path in chosen.values())
+        if most_bytes is not None and size > most_bytes:
+            raise ConfigError(
+                f"state and model have {size / 1e6:,.0f} MB, more than {most_bytes / 1e6:,.0f}",
+                hint="--max-mb sets another limit; --logprobs stores log-probabilities instead",
+            )
+        with zipfile.ZipFile(target, "x") as bundle:
+            bundle.writestr(f"archive/step-{step:07d}.rmq", archive.raw(step))
+            for name, path in (terms | chosen).items():
+                bundle.write(path, name)
+            own = [line for number, line in log_lines(run / STEPS_FILE) if number == step]
+            bundle.writestr(STEPS_FILE, b"".join(own[-1:]))
+    return target.stat().st_size, differing
 
 
 def open_bundle(file: Path, folder: Path) -> int:

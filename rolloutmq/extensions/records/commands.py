@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,18 +19,13 @@ from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.new_run import JUDGE_FILE, beside, choose_parent, new_run
 from rolloutmq.extensions.records.step_file import RecordDamaged
-from rolloutmq.options import RUNS, AsJson, ConfigUrl, Output, Overrides, RunDir
+from rolloutmq.options import AsJson, ConfigUrl, Output, Overrides, RunDir
 from rolloutmq.output import console, count, progress
-from rolloutmq.run_owner import choose_folder
 from rolloutmq.views.explain.symptom import marked
 
 if TYPE_CHECKING:
-    from consumer.handle.ranks import Ranks
-    from rolloutmq.extensions.records.replay import ReplayedStep
+    from rolloutmq.extensions.records.replay import Difference, ReplayedStep
     from rolloutmq.extensions.records.rescore import Differences
-
-Difference = tuple[str, float, float]
-"""The name of a metric, its value in the run's log, and the value of the replay."""
 
 DIFFERS = 7
 """The exit code of a replay with the run's own settings that came out differently."""
@@ -128,14 +124,35 @@ def _replay_bundle(file: Path, given: list[str], name: str | None, *, as_json: b
         folder, target = place / ".bundle", place / (name or "replayed")
         step = ranks.share(0 if ranks.rank else open_bundle(file, folder))
         records = Archive(str(folder / "archive"))
+        if (folder / "policy").is_dir():
+            if name is not None or given or ranks.size > 1:
+                raise ConfigError(
+                    "the bundle has no model", hint="leave out --name, --set, torchrun"
+                )
+            _check_scores(folder, records, step, as_json=as_json)
+            return
         try:
             _replay(
                 folder, records, target, step - 1, step, given,
-                as_json=as_json, shown_as=kept, ranks=ranks,
+                as_json=as_json, shown_as=kept,
             )  # fmt: skip
         finally:
             if kept and not ranks.rank and target.exists():
                 shutil.move(target, kept)
+
+
+def _check_scores(folder: Path, records: Archive, step: int, *, as_json: bool) -> None:
+    """Compare what follows from the scores of an unpacked bundle with the run's log."""
+    from rolloutmq.extensions.records.recorded_policy import check_step
+
+    with records.open(step) as file:
+        compared, found = check_step(folder, file)
+    differing = {step: found} if found else {}
+    note = f"{compared} numbers were compared, to 1e-6; without the model, no gradient and no state"
+    document = {"steps": [step, step], "compared": compared, "differing": differing}
+    Output(document, [*_verdict(step, differing, None, note)]).print(as_json=as_json)
+    if differing:
+        raise Exit(DIFFERS)
 
 
 def _replay(
@@ -148,7 +165,6 @@ def _replay(
     *,
     as_json: bool,
     shown_as: Path | None,
-    ranks: Ranks | None = None,
 ) -> None:
     """Replay steps of a run as a new one in `target`; `shown_as`: where it can be seen."""
     steps = records.steps()
@@ -160,12 +176,9 @@ def _replay(
     from consumer.handle.ranks import join
     from rolloutmq.extensions.records.replay import prepare
 
-    ranks = ranks or join()
-    end = last or steps[-1]
-    with (
-        new_run(target, "replay", end, rank=ranks.rank),
-        progress(as_json or ranks.rank > 0) as advance,
-    ):
+    ranks, end = join(), last or steps[-1]
+    quiet = as_json or ranks.rank > 0
+    with new_run(target, "replay", end, rank=ranks.rank), progress(quiet) as advance:
         job = prepare(parent, records, target, start, end, given)
         differing: dict[int, Sequence[Difference]] = {}
         other_ranks: dict[int, int] = {}
@@ -190,7 +203,8 @@ def _replay(
         "steps": [job.phases[0].first, end], "state": state, "ranks": ranks.size,
         "other_ranks": other_ranks, "differing": differing, "differing_tensor": tensor,
     }  # fmt: skip
-    shown = [*_verdict(end, differing, tensor, is_changed=bool(given))]
+    note = "" if given else f"the run keeps no checkpoint of step {end} to compare with"
+    shown = [*_verdict(end, differing, tensor, note)]
     if shown_as:
         look = f"rolloutmq web --run-dir {shown_as}"
         shown.append(Text(f"{shown_as} has curves, samples and a checkpoint: {look}"))
@@ -200,10 +214,10 @@ def _replay(
 
 
 def _other_ranks(step: ReplayedStep, size: int) -> Text:
-    start = f"torchrun --nproc-per-node {step.ranks} -m " if step.ranks > 1 else ""
     return Text(
         f"[note] step {step.step} was trained on {step.ranks} ranks, and this replay has {size}: "
-        f"numbers differ in the last digits; start it with {start}rolloutmq replay …",
+        "numbers differ in the last digits; for as many ranks, start it with "
+        f"torchrun --nproc-per-node {step.ranks} -m rolloutmq replay …",
         style="yellow",
     )
 
@@ -220,21 +234,20 @@ def _verdict(
     end: int,
     differing: Mapping[int, Sequence[Difference]],
     tensor: str | None,
-    *,
-    is_changed: bool,
+    note: str,
 ) -> Iterator[Text]:
     if differing:
         first = min(differing)
         name = differing[first][0][0]
         yield Text(f"[BAD ] the first number that differs: {name} of step {first}", style="red")
-    elif not is_changed:
+    elif note:
         yield Text("[ok  ] all numbers that the run logged are equal", style="green")
     if tensor:
         yield Text(f"[BAD ] step {end}: {tensor} differs from the checkpoint", style="red")
     elif tensor is not None:
         yield Text(f"[ok  ] the state of step {end} is equal bit for bit", style="green")
-    elif not is_changed:
-        yield Text(f"[note] the run keeps no checkpoint of step {end} to compare with", style="dim")
+    elif note:
+        yield Text(f"[note] {note}", style="dim")
 
 
 @command("bundle", epilog=BUNDLE_EPILOG)
@@ -246,22 +259,33 @@ def bundle_step(
     max_mb: Annotated[
         int, Option("--max-mb", min=1, help="Most MB that state and model may have.")
     ] = 256,
+    logprobs: Annotated[
+        bool, Option("--logprobs", help="Store log-probabilities in place of state and model.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one step of a run as a file that `rolloutmq replay` trains on any machine.
 
     It has the batch with its texts, the checkpoint before the step, the first weights, settings,
     versions, and the numbers that came out: what a report of a bug needs. Needs the checkpoint of
-    the step before, and [retention] policy = "archive".
+    the step before, and [retention] policy = "archive". With --logprobs, the step is trained once
+    here, on one rank; `replay` then compares rewards, advantages, masks and losses, but no
+    gradient norm and no state.
     """
-    parent = choose_folder(run_dir, RUNS)
+    parent = choose_parent(run_dir)
     from rolloutmq.extensions.records.bundle import write_bundle
 
-    size = write_bundle(parent, records_of(parent, archive), step, file, max_mb * 10**6)
-    Output(
-        {"file": str(file), "step": step, "bytes": size},
-        [Text(f"{file}: {size / 1e6:.1f} MB. To train it again: rolloutmq replay {file}")],
-    ).print(as_json=as_json)
+    records = records_of(parent, archive)
+    most = None if logprobs else max_mb * 10**6
+    size, differing = write_bundle(parent, records, step, file, most)
+    shown = [Text(f"{file}: {size / 1e6:.1f} MB. To train it again: rolloutmq replay {file}")]
+    for name, own, new in differing[:1]:
+        what = (
+            f"`replay` will find that {name} is {new!r}, as here, and not {own!r}, as the run had"
+        )
+        shown.append(Text(f"[note] {what}", style="yellow"))
+    document = {"file": str(file), "step": step, "bytes": size, "differing": differing}
+    Output(document, shown).print(as_json=as_json)
 
 
 FORK_EPILOG = """
@@ -290,11 +314,8 @@ def fork_run(
     with new_run(target, "fork", at, keep=["run.json"]):
         from rolloutmq.extensions.records.fork import CONFIG, create_forked, fork
 
-        def say(line: str) -> None:
-            if not as_json:
-                console().print(line, soft_wrap=True)
-
-        config = fork(parent, at, target, list(overrides or []), say)
+        say = partial(console(stderr=as_json).print, soft_wrap=True)
+        config = fork(parent, at, target, list(overrides or []))
         create_forked(config, redis_url, say)
     file = target / CONFIG
     Output(
@@ -339,11 +360,8 @@ def rescore_run(
     from rolloutmq.extensions.records.rescore import Differences, forget_other_scores, rescore
 
     ranks, last = join(), steps[-1]
-    kept = ["archive", JUDGE_FILE]
-    with (
-        new_run(target, "rescore", last, kept, rank=ranks.rank),
-        progress(as_json or ranks.rank > 0) as advance,
-    ):
+    kept, quiet = ["archive", JUDGE_FILE], as_json or ranks.rank > 0
+    with new_run(target, "rescore", last, kept, rank=ranks.rank), progress(quiet) as advance:
         scored, found = Archive(str(target / "archive")), Differences()
         if not ranks.rank:
             forget_other_scores(target, task, judge)
@@ -352,7 +370,7 @@ def rescore_run(
                 advance(f"step, of {last}, judged", step)
         ranks.share(True)  # all is scored
         document: dict[str, Any] = asdict(found)
-        shown = [_differences(found)]
+        then = "to train on these scores: the same command with --yes"
         if yes:
             from rolloutmq.extensions.records.replay import prepare
 
@@ -362,11 +380,9 @@ def rescore_run(
                 advance(f"step, of {last}, trained", trained.step)
                 document["state"] = trained.state
             goes_on = f"rolloutmq fork {target} --at {last} --name NAME"
-            shown.append(Text(f"trained in {target}; to go on from it: {goes_on}"))
-        else:
-            shown.append(Text("to train on these scores: the same command with --yes"))
+            then = f"trained in {target}; to go on from it: {goes_on}"
     if not ranks.rank:
-        Output(document, shown).print(as_json=as_json)
+        Output(document, [_differences(found), Text(then)]).print(as_json=as_json)
 
 
 def _differences(found: Differences) -> Text:
@@ -377,7 +393,7 @@ def _differences(found: Differences) -> Text:
         f"mean score {found.before / groups:.3f}, then {found.after / groups:.3f}"
     )
     for each in found.examples:
-        text.append(f"\n  {each.gid} rollout {each.index}: {each.before:g}, then {each.after:g}")
+        text.append("\n  {gid} rollout {index}: {before:g}, then {after:g}".format(**each))
     return text
 
 

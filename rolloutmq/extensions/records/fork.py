@@ -13,7 +13,7 @@ keeps the nonce, and makes all else again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,7 @@ CONFIG = "config.toml"
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def fork(
-    parent: Path, step: int, folder: Path, overrides: Sequence[str], say: Callable[[str], object]
-) -> Config:
+def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Config:
     """Make a run in `folder`, but not on a server; return its config.
 
     Raises ConfigError where the parent does not have the checkpoint, or its terms.
@@ -64,7 +62,6 @@ def fork(
     for override in overrides:
         assign(tree, override)
     config = config_of(tree)
-    say(f"config   that of step {step}, with {len(overrides)} changes")
     target = CheckpointFolder(folder / "checkpoints")
     path = target.begin(step)
     link_checkpoint(kept.path(step), path, POSITION, POSITION + DIGEST)
@@ -113,20 +110,14 @@ def _copy_history(parent: Path, folder: Path, step: int) -> None:
                 link_or_copy(file, folder / name / file.name)
 
 
-def to_toml(tree: Mapping[str, Any]) -> str:
+def to_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
     """Return JSON values as TOML: a table for each section, without keys that are null."""
-    return "\n".join(_tables(tree, ""))
-
-
-def _tables(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    if prefix:
-        yield f"[{prefix[:-1]}]"
+    lines = [f"[{prefix[:-1]}]"] if prefix else []
     nested = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
-    for key, value in tree.items():
-        if key not in nested and value is not None:
-            yield f"{_key(key)} = {_value(value)}"
-    for key, value in nested.items():
-        yield from _tables(value, f"{prefix}{_key(key)}.")
+    values = {key: value for key, value in tree.items() if key not in nested}
+    lines += [f"{_key(key)} = {_value(v)}" for key, v in values.items() if v is not None]
+    lines += [to_toml(value, f"{prefix}{_key(key)}.") for key, value in nested.items()]
+    return "\n".join(lines)
 
 
 def _key(name: str) -> str:

@@ -74,7 +74,7 @@ def _checkpoint(folder: Path, proof: Proof) -> Position | None:
         beside = file.with_name(file.name + DIGEST)
         if not beside.exists():
             proof.checks.append(Check("note", f"{file.name} has no digest beside it"))
-        elif beside.read_text(encoding="utf-8", errors="replace") != _line(file):
+        elif beside.read_bytes() != f"{digest_of(file)}  {file.name}\n".encode():
             proof.checks.append(Check("fault", f"{file} does not have the digest in {beside.name}"))
         else:
             proof.checks.append(Check("ok", f"{file.name} is unaltered"))
@@ -84,10 +84,6 @@ def _checkpoint(folder: Path, proof: Proof) -> Position | None:
     except (RolloutMQError, ValueError) as error:
         proof.checks.append(Check("fault", f"{folder / POSITION} cannot be read: {error}"))
         return None
-
-
-def _line(file: Path) -> str:
-    return f"{digest_of(file)}  {file.name}\n"
 
 
 def _chain(position: Position, archive: Archive, proof: Proof, source: str | None) -> None:

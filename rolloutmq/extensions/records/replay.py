@@ -10,6 +10,7 @@ All ranks call `prepare` and `train`; rank 0 alone writes into the folder of the
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,12 +57,15 @@ OF_THE_MACHINE = ("memory/", "time/")
 
 LINEAGE = "replay"
 
+Difference = tuple[str, float, float]
+"""The name of a metric, its value in the run's log, and the value of the replay."""
+
 
 class State:
     """The weights and the optimizer of all ranks."""
 
     def __init__(self, rank: TrainerRank) -> None:
-        self._rank = rank
+        self.rank = rank
         self.orders = rank.orders
         self.orders.add("state", self)
 
@@ -69,7 +73,7 @@ class State:
     def digest(self) -> str:
         """Return the SHA-256 of the digests of all ranks."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self._rank.controller.state_tensors().items()):
+        for name, tensor in sorted(self.rank.controller.state_tensors().items()):
             digest.update(name.encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         parts = self.orders.ranks.gather(digest.hexdigest())
@@ -80,14 +84,13 @@ class State:
 class ReplayedStep:
     """One step that was trained again. `state`: hash of weights and optimizer behind it.
 
-    `differences`: of each number that the run has logged otherwise: name, its own and this value.
     `ranks`: of the trainer that the batch was recorded from.
     """
 
     step: int
     state: str
     seconds: float
-    differences: Sequence[tuple[str, float, float]]
+    differences: Sequence[Difference]
     ranks: int
 
 
@@ -103,60 +106,49 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A replay of the run in folder `parent`, whose config is `own`, in the folder of the phases.
+    """A replay of the run in folder `parent` in `folder`, from the first weights in `model`.
 
     All phases but the last train as the run did; `overrides` are in the last one's config.
     """
 
     parent: Path
     archive: Archive
-    own: Config
+    folder: Path
+    model: Path
     phases: Sequence[Phase]
     overrides: Sequence[str]
 
-    @property
-    def folder(self) -> Path:
-        return self.phases[-1].config.run.folder
-
-    @property
-    def last(self) -> int:
-        return self.phases[-1].last
-
     def train(self, ranks: Ranks) -> Iterator[ReplayedStep]:
         """Train all steps on this rank; rank 0 yields each. A checkpoint ends each phase."""
-        known = {step.step: step for step in read_steps(self.parent)}
         with self._server(ranks) as run:
             for phase in self.phases:
-                rank = TrainerRank(run, phase.config, self.own.model_folder, ranks)
+                rank = TrainerRank(run, phase.config, self.model, ranks)
                 state = State(rank)
                 if ranks.rank:
                     rank.follow()
                     continue
                 try:
-                    yield from self._train(run, rank, state, phase, known)
+                    yield from self._train(run, state, phase)
                 finally:
                     rank.orders.end()
                     rank.parts.close()
 
-    def _train(
-        self,
-        run: Run,
-        rank: TrainerRank,
-        state: State,
-        phase: Phase,
-        known: Mapping[int, TrainedStep],
-    ) -> Iterator[ReplayedStep]:
+    def _train(self, run: Run, state: State, phase: Phase) -> Iterator[ReplayedStep]:
+        rank = state.rank
+        known = {step.step: step for step in read_steps(self.parent)}
         checkpoints = CheckpointFolder(self.folder / "checkpoints")
         start = phase.first - 1
         position = checkpoints.read(start) if start else Position()
         position.run, position.run_nonce, position.lineage = run.name, run.nonce, LINEAGE
         if phase.is_own:
-            position.terms = self._own_terms(phase.last)
+            kept = CheckpointFolder(self.parent / "checkpoints")
+            terms_by_step = kept.read(kept.steps()[-1]).terms if kept.steps() else {}
+            position.terms = {n: each for n, each in terms_by_step.items() if n <= phase.last}
         else:
-            terms = terms_of(phase.config, self.own.model_folder)
+            terms = terms_of(phase.config, self.model)
             position.set_terms(keep_terms(self.folder, terms))
         rank.load(start)
-        with closing(Reporter(phase.config, run.buffer, self.own.model_folder)) as reporter:
+        with closing(Reporter(phase.config, run.buffer, self.model)) as reporter:
             reporter.open(open_writers(phase.config, phase.first))
             for step in range(phase.first, phase.last + 1):
                 began = time.monotonic()
@@ -183,12 +175,6 @@ class Replay:
         rank.end_state()
         checkpoints.complete(position, written)
 
-    def _own_terms(self, last: int) -> dict[int, str]:
-        """Return the terms of the run's steps up to `last`, as far as its checkpoints say."""
-        kept = CheckpointFolder(self.parent / "checkpoints")
-        known = kept.read(kept.steps()[-1]).terms if kept.steps() else {}
-        return {first: digest for first, digest in known.items() if first <= last}
-
     @contextmanager
     def _server(self, ranks: Ranks) -> Iterator[Run]:
         """Yield the run on a server of its own, which rank 0 starts."""
@@ -202,15 +188,14 @@ class Replay:
                 url = server.url
             store = stack.enter_context(closing(Store(ranks.share(url))))
             if ranks.rank == 0:
-                nonce, model = new_nonce(), str(self.own.model_folder)
+                nonce, model = new_nonce(), str(self.model)
                 write_nonce(self.folder, nonce)
                 Run.create(store, config.run.name, nonce, config.limits(0), FIRST_WEIGHTS, model)
                 keep_config(config, read_config(self.parent), self.overrides)
                 if begin := self.phases[0].first - 1:
-                    link_checkpoint(
-                        CheckpointFolder(self.parent / "checkpoints").path(begin),
-                        CheckpointFolder(self.folder / "checkpoints").path(begin),
-                    )
+                    theirs = CheckpointFolder(self.parent / "checkpoints").path(begin)
+                    mine = CheckpointFolder(self.folder / "checkpoints").path(begin)
+                    link_checkpoint(theirs, mine)
             ranks.share(True)  # run and checkpoint exist
             yield Run.open(store, config.run.name)
 
@@ -220,14 +205,16 @@ class Replay:
         "": none; None: the run has kept no such checkpoint.
         """
         kept = CheckpointFolder(self.parent / "checkpoints")
-        if self.last not in kept.steps():
+        last = self.phases[-1].last
+        if last not in kept.steps():
             return None
-        theirs = kept.path(self.last)
-        mine = CheckpointFolder(self.folder / "checkpoints").path(self.last)
+        theirs = kept.path(last)
+        mine = CheckpointFolder(self.folder / "checkpoints").path(last)
         for rank in range(len(state_paths(theirs))):
             with SavedState(theirs, rank=rank) as own, SavedState(mine, rank=rank) as again:
                 for name in sorted(own.keys() | again.keys()):
-                    if not _is_equal(own.get(name), again.get(name)):
+                    both = name in own and name in again
+                    if not both or not torch.equal(own[name], again[name]):
                         return name
         return ""
 
@@ -256,14 +243,22 @@ def prepare(
             )
     kept = CheckpointFolder(parent / "checkpoints")
     begin = max((step for step in kept.steps() if step <= start), default=0)
-    check_steps(archive, begin, start, last, kept.steps())
+    if start >= last:
+        raise ConfigError(f"steps {start + 1} to {last} are none", hint="set --to above --from")
+    if missing := sorted({*range(begin + 1, last + 1)} - {*archive.steps()}):
+        raise ConfigError(
+            f"{archive.place} lacks step {missing[0]}: from {start} to {last}, all steps from "
+            f"{begin + 1} on are needed, behind the newest checkpoint up to {start}",
+            hint=f"put its file back; or replay to step {missing[0] - 1}, or from a checkpoint "
+            f"behind it (kept: {', '.join(map(str, kept.steps())) or 'none'})",
+        )
     with archive.open(begin + 1) as file:
         given, threads = file.facts.config, file.facts.threads
     if threads:
         torch.set_num_threads(threads)
-    own = config_of(given, run={"dir": str(parent)})
-    if (parent / "model").is_dir():  # its own, or that of a bundle
-        own = config_of(given, run={"dir": str(parent)}, policy={"model": str(parent / "model")})
+    # its own model, or that of a bundle
+    own_model = {"model": str(parent / "model")} if (parent / "model").is_dir() else {}
+    own = config_of(given, run={"dir": str(parent)}, policy=own_model)
     place = {"name": folder.name, "dir": str(folder)}
     if own.run.columns:
         place["columns"] = str(folder / "columns")
@@ -274,31 +269,14 @@ def prepare(
     phases = [Phase(changed, start + 1, last, is_own=not (overrides or judges))]
     if begin < start:
         phases.insert(0, Phase(unchanged, begin + 1, start, is_own=True))
-    return Replay(parent, archive, own, phases, [*overrides, *judges])
-
-
-def check_steps(archive: Archive, begin: int, start: int, last: int, kept: Sequence[int]) -> None:
-    """Raise ConfigError unless the archive has steps `begin` + 1 to `last`."""
-    missing = sorted({*range(begin + 1, last + 1)} - {*archive.steps()})
-    if start >= last:
-        raise ConfigError(f"steps {start + 1} to {last} are none", hint="set --to above --from")
-    if missing:
-        whole = ", ".join(map(str, kept)) or "none"
-        raise ConfigError(
-            f"{archive.place} lacks step {missing[0]}: from {start} to {last}, all steps from "
-            f"{begin + 1} on are needed, behind the newest checkpoint up to {start}",
-            hint=f"put its file back; or replay to step {missing[0] - 1}, or from a checkpoint "
-            f"behind it (kept: {whole})",
-        )
+    return Replay(parent, archive, folder, own.model_folder, phases, [*overrides, *judges])
 
 
 def place(run: Run, file: StepFile) -> None:
     """Put the payloads of a batch where a take left them, and the tokens that balance shares."""
     keys = run.keys
-    for entry in file.manifest.entries:
-        ref = entry.payload
-        (data,) = file.payloads([entry])
-        (group,) = file.groups([entry])
+    for entry, group in zip(file.manifest.entries, file.groups(), strict=True):
+        ref, data = entry.payload, file.payload(entry)
         size = -(-len(data) // ref.chunks)
         names = keys.payload_chunks(ref.gid, ref.token, ref.chunks)
         commands: list[Command] = [
@@ -311,22 +289,21 @@ def place(run: Run, file: StepFile) -> None:
 
 
 def clear(run: Run, manifest: Manifest) -> None:
-    keys, refs = run.keys, [entry.payload for entry in manifest.entries]
-    for ref in refs:
-        names = [*keys.payload_chunks(ref.gid, ref.token, ref.chunks), keys.group(ref.gid)]
+    for ref in [entry.payload for entry in manifest.entries]:
+        chunks = run.keys.payload_chunks(ref.gid, ref.token, ref.chunks)
+        names = [*chunks, run.keys.group(ref.gid)]
         run.store.send("replay", [("UNLINK", name) for name in names])
 
 
 def differing(
-    metrics: Mapping[str, float], known: TrainedStep | None
-) -> list[tuple[str, float, float]]:
+    metrics: Mapping[str, float], known: TrainedStep | None, tolerance: float = 0.0
+) -> list[Difference]:
+    """Return the metrics that the run has logged otherwise. `tolerance`: relative."""
     own = known.metrics if known else {}
     return [
         (name, own[name], value)
         for name, value in metrics.items()
-        if name in own and own[name] != value and not name.startswith(OF_THE_MACHINE)
+        if name in own
+        and not math.isclose(own[name], value, rel_tol=tolerance)
+        and not name.startswith(OF_THE_MACHINE)
     ]
-
-
-def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)

@@ -25,9 +25,7 @@ from buffer.redis.payloads import checksum
 from buffer.redis.whole_file import replace_file
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import RolloutState
 from consumer.handle.sample_log import TokenTexts
-from producer_workers.config.task import TaskSection
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_for, load_worker_judge, make_judge
 from rolloutmq.extensions.records.archive import Archive, files_of
@@ -37,16 +35,6 @@ from rolloutmq.launch.terms import source_digest
 
 AT_ONCE = 16  # groups that are judged at the same time
 EXAMPLES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A rollout whose score changed most in its step."""
-
-    gid: str
-    index: int
-    before: float
-    after: float
 
 
 @dataclass(slots=True)
@@ -61,7 +49,8 @@ class Differences:
     before: float = 0.0
     after: float = 0.0
     """sums of mean scores of the groups"""
-    examples: list[Example] = field(default_factory=list)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    """rollouts whose scores changed most in their steps: gid, index, before, after"""
 
     def add(self, group: RolloutGroup, scores: Sequence[float]) -> None:
         old, new = np.nan_to_num(group.scores), np.asarray(scores)
@@ -73,8 +62,9 @@ class Differences:
         self.changed += 1
         self.advantages += not np.allclose(old - old.mean(), new - new.mean())
         index = int(np.abs(new - old).argmax())
-        self.examples.append(Example(group.gid, index, float(old[index]), float(new[index])))
-        self.examples.sort(key=lambda each: -abs(each.after - each.before))
+        scores_of = {"before": float(old[index]), "after": float(new[index])}
+        self.examples.append({"gid": group.gid, "index": index} | scores_of)
+        self.examples.sort(key=lambda each: -abs(each["after"] - each["before"]))
         del self.examples[EXAMPLES:]
 
 
@@ -101,7 +91,7 @@ def rescore(
         raise ConfigError(f"there is no task {task!r}", hint=f"known: {', '.join(config.tasks)}")
     section = config.tasks[task].model_copy(update={"judge": judge})
     texts = TokenTexts([config.model_folder])
-    scorer = _load(section)
+    scorer = make_judge(section.judge, lambda spec: load_for(section, spec, load_worker_judge))
     with asyncio.Runner() as runner, closing(scorer):
         for step in steps:
             with source.open(step) as file:
@@ -116,10 +106,6 @@ def rescore(
             yield step
 
 
-def _load(section: TaskSection) -> Judge:
-    return make_judge(section.judge, lambda spec: load_for(section, spec, load_worker_judge))
-
-
 async def _judge(
     file: StepFile, task: str, judge: Judge, texts: TokenTexts
 ) -> dict[str, list[dict[str, float]]]:
@@ -129,7 +115,8 @@ async def _judge(
     async def of(group: RolloutGroup) -> list[dict[str, float]]:
         states = [state.model_copy(deep=True) for state in group.states]
         for state in states:
-            state.response = state.response or _text(state, texts)
+            ids = state.response_ids.tolist()
+            state.response = state.response or texts.joined(ids, skip_special_tokens=True) or ""
         async with places:
             return await judge.judge_group(states)
 
@@ -138,16 +125,12 @@ async def _judge(
     return {group.gid: rewards for group, rewards in zip(chosen, found, strict=True)}
 
 
-def _text(state: RolloutState, texts: TokenTexts) -> str:
-    return texts.joined(state.response_ids.tolist(), skip_special_tokens=True) or ""
-
-
 def _write(file: StepFile, target: Archive, rewards: dict[str, list[dict[str, float]]]) -> None:
     """Write the step with these rewards, and a manifest that names the new bytes."""
     payloads: dict[str, bytes] = {}
     entries: list[ManifestEntry] = []
     for entry in file.manifest.entries:
-        (data,) = file.payloads([entry])
+        data = file.payload(entry)
         if entry.gid in rewards:
             group = group_bytes.decode(data)
             states = group.states

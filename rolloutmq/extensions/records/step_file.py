@@ -16,7 +16,7 @@ import os
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -99,11 +99,8 @@ class StepFile:
         self._zip.close()
         self._file.close()
 
-    def payloads(self, entries: Iterable[ManifestEntry]) -> list[bytes]:
-        """Return the bytes of groups as the server had them, compared with their checksums."""
-        return [self._payload(entry) for entry in entries]
-
-    def _payload(self, entry: ManifestEntry) -> bytes:
+    def payload(self, entry: ManifestEntry) -> bytes:
+        """Return the bytes of a group as the server had them, compared with their checksum."""
         ref = entry.payload
         name = f"groups/{ref.gid}"
         stored = self._stored(name)
@@ -112,14 +109,11 @@ class StepFile:
                 return data
         raise self._damaged(f"group {ref.gid} is not what the manifest names")
 
-    def groups(self, entries: Iterable[ManifestEntry] | None = None) -> list[RolloutGroup]:
-        """Return groups as the trainer got them: tokens that were too stale are masked.
-
-        `entries`: of the manifest; default: all.
-        """
-        chosen = list(self.manifest.entries if entries is None else entries)
-        crcs = [entry.payload.crc for entry in chosen]
-        groups = decode_each(self.payloads(chosen), crcs)
+    def groups(self) -> list[RolloutGroup]:
+        """Return the groups as the trainer got them: tokens that were too stale are masked."""
+        entries = self.manifest.entries
+        crcs = [entry.payload.crc for entry in entries]
+        groups = decode_each([self.payload(entry) for entry in entries], crcs)
         mask_stale(self.manifest, groups)
         return groups
 
@@ -138,7 +132,7 @@ class StepFile:
         if digest != digest_of(self._file):
             raise self._damaged("its bytes do not have the SHA-256 of its comment")
         for entry in self.manifest.entries:
-            self._payload(entry)
+            self.payload(entry)
 
     def member(self, name: str) -> bytes:
         return self._expanded(name, self._stored(name))
@@ -243,12 +237,9 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 def link_checkpoint(source: Path, target: Path, *without: str) -> None:
     """Link the files of a checkpoint, but for these names. Raises ConfigError if it goes away."""
     try:
+        ignore = shutil.ignore_patterns(*without)
         shutil.copytree(
-            source,
-            target,
-            copy_function=link_or_copy,
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns(*without),
+            source, target, ignore=ignore, copy_function=link_or_copy, dirs_exist_ok=True
         )
         source.stat()  # a trainer renames it, then deletes it
     except OSError as error:

@@ -124,7 +124,7 @@ def killed(runs: Path, deaths: Sequence[str], args: Sequence[str]) -> dict[str, 
 
 
 def live(folder: Path, model: Path) -> None:
-    config = small_config(folder / "first", model, steps=8)
+    config = small_config(folder / "first", model, plan={"steps": 8})
     with EmbeddedServer(config.run.folder / "server") as server:
         train_run(server.url, config, model, pause=(4, folder / "go"))
 

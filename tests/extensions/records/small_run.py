@@ -30,18 +30,18 @@ class Workers(Crew):
             super()._turn()
 
 
-def small_config(folder: Path, model_dir: Path, **plan: Any) -> Config:
+def small_config(folder: Path, model_dir: Path, **changes: dict[str, Any]) -> Config:
     """Return the config of a run of 5 steps, with checkpoints 2, 4 and 5."""
-    return training_config(
-        folder.name,
-        folder,
-        plan=plan,
-        policy={"model": str(model_dir), "max_staleness": 1000},
-        learner={"warmup_steps": 2, "decay_steps": 5},
-        trainer={"keep_checkpoints": 9},
-        retention={"policy": "archive"},
-        memory={"compression": "zstd"},
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "policy": {"model": str(model_dir), "max_staleness": 1000},
+        "learner": {"warmup_steps": 2, "decay_steps": 5},
+        "trainer": {"keep_checkpoints": 9},
+        "retention": {"policy": "archive"},
+        "memory": {"compression": "zstd"},
+    }
+    for name, keys in changes.items():
+        sections[name] = sections.get(name, {}) | keys
+    return training_config(folder.name, folder, **sections)
 
 
 def train_run(

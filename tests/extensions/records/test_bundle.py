@@ -3,11 +3,14 @@ from __future__ import annotations
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.config.config import Config
+from tests.extensions.records.small_run import small_config, train_run
 from tests.rolloutmq.conftest import in_process
 
 DIFFERS = 7
@@ -93,3 +96,53 @@ def test_a_name_that_is_none_is_refused(bundle: Path, name: str) -> None:
     done = in_process("replay", str(bundle), "--name", name)
     assert done.returncode == 2, done.stderr
     assert [path.name for path in bundle.parent.iterdir()] == [bundle.name]
+
+
+LOSSES: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"learner": {"updates_per_batch": 3, "token_budget": 64}},
+    {"learner": {"loss": {"kl_coef": 0.1, "entropy_coef": 0.01}}},
+]
+
+
+@pytest.mark.parametrize("changes", LOSSES, ids=["grpo", "updates", "kl"])
+def test_a_bundle_without_its_model_has_the_numbers_that_do_not_need_it(
+    tmp_path: Path, model_dir: Path, changes: dict[str, dict[str, Any]]
+) -> None:
+    run, model, file = tmp_path / "run", tmp_path / "model", tmp_path / "step5.rmq"
+    shutil.copytree(model_dir, model)
+    config = small_config(run, model, **changes)
+    with EmbeddedServer(run / "server") as server:
+        train_run(server.url, config, model)
+    done = in_process("bundle", str(file), "--step", "5", "--run-dir", str(run), "--logprobs")
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(file) as bundle:
+        assert not [name for name in bundle.namelist() if name.startswith(("model", "checkpoint"))]
+        line = orjson.loads(bundle.read("steps.jsonl"))
+    shutil.rmtree(model)
+    shutil.rmtree(run)
+
+    done = in_process("replay", str(file), "--json")
+    assert done.returncode == 0, done.stdout
+    assert orjson.loads(done.stdout)["compared"] > 40
+    for name in ("optim/grad_norm", "loss/policy"):
+        line["metrics"][name] *= 1 + 1e-4
+        rewrite(file, "steps.jsonl", orjson.dumps(line) + b"\n")
+        done = in_process("replay", str(file), "--json")
+        found = orjson.loads(done.stdout)["differing"].get("5", [])
+        assert [name for name, *_ in found] == ["loss/policy"] * (name == "loss/policy")
+        assert done.returncode == DIFFERS * (name == "loss/policy")
+    assert in_process("replay", str(file), "--name", "kept").returncode == 2
+
+
+def test_a_step_whose_advantages_need_the_model_is_bundled_with_it(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "step1.rmq"
+    config = small_config(run, model_dir, trainer={"advantages": "otb"}, plan={"steps": 1})
+    with EmbeddedServer(run / "server") as server:
+        train_run(server.url, config, model_dir)
+    what = ("bundle", str(file), "--step", "1", "--run-dir", str(run))
+    assert in_process(*what, "--logprobs").returncode == 2
+    assert not file.exists()
+    assert in_process(*what).returncode == 0
