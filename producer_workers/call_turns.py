@@ -72,13 +72,8 @@ class Turns:
         self._bell: asyncio.Future[bool] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
         self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
-        self._unbegun = 0
+        self.waiting = 0  # calls; any thread may read it
         _all.add(self)
-
-    @property
-    def waiting(self) -> int:
-        """How many calls wait. Any thread may read it."""
-        return self._unbegun
 
     @asynccontextmanager
     async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
@@ -93,14 +88,14 @@ class Turns:
             )
         turn = Turn(tokens)
         self._waiting.append(turn)
-        self._unbegun += 1
+        self.waiting += 1
         self._ask_soon()
         with Work(is_waiting=True, request=request) as call:
             try:
                 try:
                     await turn.begins
                 finally:
-                    self._unbegun -= 1
+                    self.waiting -= 1
                 call.begin()
                 yield turn
             finally:
@@ -115,7 +110,7 @@ class Turns:
         self._state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
         if turn.refused_s is not None:
             self._state.refused += 1
-            self._state.pause_s = turn.refused_s
+            self._state.pause_ms = round(1000 * turn.refused_s)
         # an idle caller of a rate tells nobody that a call ended
         if turn.refused_s is not None or self.limit.at_once or self.limit.tokens_per_minute:
             self._ask_soon()
@@ -160,9 +155,7 @@ class Turns:
         state = self._state
         wanted = [turn.tokens for turn in islice(self._waiting, MOST_WANTED)]
         try:
-            again_s, delays_s = await self._in_thread(
-                self._caller.ask, replace(state, wanted=wanted)
-            )
+            again_s, delays_s = await self._in_thread(self._caller.ask, replace(state), wanted)
         except StoreUnavailable as error:  # the calls wait, as all that needs the server
             self._outage.report(error.hint)
             return BELL_S

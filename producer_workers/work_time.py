@@ -9,7 +9,6 @@ while anything in it is known to work, and what holds a turn is always limited.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -32,7 +31,7 @@ class Work:
 
     def __init__(
         self,
-        limit_s: float = math.inf,
+        limit_s: float = 0.0,
         end: Callable[[], object] | None = None,
         name: str = "",
         *,
@@ -78,19 +77,14 @@ class Work:
     def _changed(self) -> None:
         """Stop the limit if this work waits now, else let it go on; then that of the whole."""
         loop = asyncio.get_running_loop()
-        if self._timer and self._waits:
-            self._left_s = self._timer.when() - loop.time()
-            self._timer.cancel()
-            self._timer = None
-        elif self._end and not self._timer and not self._waits:
-            self._timer = loop.call_later(self._left_s, self._expire)
+        waits, timer = self._waits, self._timer
+        if timer and waits and timer.when() > loop.time():  # it is not over
+            self._left_s, self._timer = timer.when() - loop.time(), None
+            timer.cancel()
+        elif self._end and not timer and not waits:
+            self._timer = loop.call_later(self._left_s, self._end)
         if self._whole:
             self._whole._changed()
-
-    def _expire(self) -> None:
-        end, self._end = self._end, None
-        if end:
-            end()
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ If a caller dies, its slots are free again after the lease, and permits that it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from buffer.ids import new_nonce
 from buffer.redis.keys import LIMITS, Keys
@@ -43,19 +43,18 @@ class CallLimit:
 
 @dataclass(slots=True)
 class CallerState:
-    """What a caller reports: numbers since it began, and the tokens of each call that it wants.
+    """What a caller reports: numbers since it began.
 
     `known`: permits that it got; `ended`: those of them whose calls ended; `unused`: tokens that
     these had permits for and did not use; `refused`: calls that the service refused, the last time
-    for `pause_s` seconds.
+    for `pause_ms`.
     """
 
     known: int = 0
     ended: int = 0
     unused: int = 0
     refused: int = 0
-    pause_s: float = 0.0
-    wanted: Sequence[int] = ()
+    pause_ms: int = 0
 
 
 class Caller:
@@ -75,16 +74,13 @@ class Caller:
             "at_once": limit.at_once,
         }
 
-    def ask(self, state: CallerState) -> tuple[float, list[float]]:
-        """Report; return when to ask again, and of each permit behind `state.known`, when to call.
+    def ask(self, state: CallerState, wanted: Sequence[int]) -> tuple[float, list[float]]:
+        """Report, and ask for calls of so many tokens each.
 
-        In seconds; 0: it need not ask again, as it need not before its bell rings. Raises
-        StoreUnavailable.
+        Return when to ask again unless the bell rings before (0: never), and of each permit behind
+        `state.known`, when to call, in seconds. Raises StoreUnavailable.
         """
-        counts = ("known", "ended", "unused", "refused")
-        args = self._fixed | {name: getattr(state, name) for name in counts}
-        args["pause_ms"] = round(1000 * state.pause_s)
-        wanted = state.wanted[:MOST_WANTED]
+        args = self._fixed | asdict(state)
         reply = self._store.call("permit", self._keys.slots(), args, tail_args=wanted)
         again_s, *delays_s = (int(ms) / 1000 for ms in reply[1:])
         return again_s, delays_s

@@ -52,7 +52,7 @@ class Verdicts:
         self._who = f"{task} {new_nonce()}"
         self._bounds: dict[str, Arg] = {"entries": entries, "most_bytes": size}
         self.use = JudgeUse()
-        self._lock = Lock()  # counts must arrive in order
+        self._lock = Lock()  # of `cached`, which several threads count
 
     def find(self, digest: str) -> bytes | None:
         """Return the verdict of a digest. Raises StoreUnavailable."""
@@ -77,9 +77,9 @@ class Verdicts:
             "digest": digest,
             "verdict": verdict if is_kept else b"",
             "who": self._who,
+            "counts": " ".join(map(str, astuple(self.use))),
             **self._bounds,
         }
         # a judge can be asked again, and what it used is written with the next verdict
-        with self._lock, suppress(StoreFull):
-            args["counts"] = " ".join(map(str, astuple(self.use)))
+        with suppress(StoreFull):
             self._store.call("keep_verdict", self._keys.slots(), args)

@@ -48,7 +48,7 @@ class StrategySection(Section, TaskSettings):
     always drop
     """
     group_time_limit_s: float | None = Field(None, gt=0, le=YEAR_S)
-    """time after which a group on a worker counts as a failed try; default: no limit"""
+    """working time after which a group on a worker counts as a failed try; default: no limit"""
 
     @field_validator("is_valid_sample_fn")
     @classmethod

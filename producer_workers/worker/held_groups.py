@@ -150,7 +150,7 @@ class HeldGroups:
                 self._end_soon([job])
                 self._inbox.post(Signal.GROUP_IS_LATE)
 
-        with Work(limit_s or math.inf, end, job.gid):
+        with Work(limit_s or 0.0, end if limit_s else None, job.gid):
             yield
 
     def _end_soon(self, jobs: Iterable[Job]) -> None:

@@ -149,13 +149,8 @@ Cells = Iterable[tuple[tuple[str, ...], float]] | Iterable[tuple[tuple[str, ...]
 KL = {"old": "policy/kl_old", "reference": "policy/kl_ref", "teachers": "distill/reverse_kl"}
 STALENESS = {"mean": "staleness/mean", "max": "staleness/max"}
 IDLE = {"workers": "cost/idle_workers", "trainer": "cost/idle_trainer"}
-PARTS = {
-    "total": "time/step_s",
-    "wait": "time/wait_s",
-    "train": "time/train_s",
-    "pause": "time/pause_s",
-    "publish": "time/publish_s",
-}
+PARTS = {part: f"time/{part}_s" for part in ("wait", "train", "pause", "publish")}
+PARTS["total"] = "time/step_s"
 
 
 class Family(NamedTuple):

@@ -215,5 +215,5 @@ def limit_calls(scene: Scene) -> None:
     one, other = (Caller(scene.run.store, limit, f"{scene.name} {n}", 60_000) for n in range(2))
     for caller in (one, other):
         caller._keys, caller._store = scene.keys, scene.run.store
-        caller.ask(CallerState(wanted=[5, 5, 5]))
-    one.ask(CallerState(known=1, ended=1, unused=3, refused=1, pause_s=0.1, wanted=[5]))
+        caller.ask(CallerState(), [5, 5, 5])
+    one.ask(CallerState(known=1, ended=1, unused=3, refused=1, pause_ms=100), [5])

@@ -70,19 +70,23 @@ def _tokens_shown(
     accounts: dict[str, TokenAccount], whole: TokenAccount, judges: dict[str, JudgeUse]
 ) -> Table:
     columns = {**accounts, "all": whole} if len(accounts) > 1 else accounts
-    judges = {**judges, "all": sum(judges.values(), JudgeUse())}
+    uses = {**judges, "all": sum(judges.values(), JudgeUse())}
+    used = [uses.get(task, JudgeUse()) for task in columns]
+    each = columns.values()
     grid = table("tokens", *columns, "share", right=[*columns, "share"])
     for row, number in whole.table.items():
         if number:
-            cells = (f"{account.table[row]:,}" for account in columns.values())
+            cells = (f"{account.table[row]:,}" for account in each)
             grid.add_row(row, *cells, f"{number / whole.total:.1%}")
-    for label, name in (("sampled", "total"), ("prompt", "prompt"), ("again", "again")):
-        cells = (f"{getattr(account, name):,}" for account in columns.values())
-        grid.add_row(label, *cells, "")
-    for label, name in (("judges read", "prompt_tokens"), ("judges wrote", "completion_tokens")):
-        if getattr(judges["all"], name):
-            used = (getattr(judges.get(task, JudgeUse()), name) for task in columns)
-            grid.add_row(label, *map("{:,}".format, used), "")
+    for label, numbers in {
+        "sampled": [account.total for account in each],
+        "prompt": [account.prompt for account in each],
+        "again": [account.again for account in each],
+        "judges read": [use.prompt_tokens for use in used],
+        "judges wrote": [use.completion_tokens for use in used],
+    }.items():
+        if sum(numbers) or "judges" not in label:
+            grid.add_row(label, *map("{:,}".format, numbers), "")
     return grid
 
 
@@ -98,6 +102,7 @@ def _costs_shown(found: dict[str, Any]) -> Table | str:
     rows = [
         (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}{currency}")
         for name, label in words.items()
-        if name in found
+        if name in found and (found["total"] or name in SHARES)
     ]
-    return facts([("as of step", count(found["as_of_step"])), *rows])
+    prices = [] if found["total"] else [("prices", "[cost] of the config has none")]
+    return facts([("as of step", count(found["as_of_step"])), *prices, *rows])

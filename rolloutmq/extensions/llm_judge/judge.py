@@ -45,7 +45,6 @@ class LlmJudge(Judge):
         import_extra("aiohttp", what)
         self.sees_group = section.mode == "pairwise"
         self._section = section
-        self._rubric = section.instructions()
         self._verdicts: Verdicts | None = None
         self._service = Service(
             what,
@@ -68,7 +67,7 @@ class LlmJudge(Judge):
         if self.sees_group:
             return await self._compare(states)
         (state,) = states
-        asked = question(self._rubric, self._section.points, state)
+        asked = question(self._section.rubric, self._section.points, state)
         verdicts = await self._repeated(asked)
         state.extra[FEEDBACK] = verdicts[0].reason
         return [_reward([verdict.value for verdict in verdicts], is_repeated=len(verdicts) > 1)]
@@ -86,7 +85,7 @@ class LlmJudge(Judge):
             )
         }
         orders = [order for a, b in sorted(pairs) for order in ((a, b), (b, a))]
-        asked = [question(self._rubric, 0, states[a], states[b]) for a, b in orders]
+        asked = [question(self._section.rubric, 0, states[a], states[b]) for a, b in orders]
         found = await asyncio.gather(*map(self._repeated, asked))
         wins, swaps = defaultdict(list), defaultdict(list)
         said: dict[int, list[str]] = defaultdict(list)

@@ -50,12 +50,8 @@ class Question(NamedTuple):
         if self.points:
             asked = {"type": "integer", "minimum": 0, "maximum": self.points}
         properties = {"reason": {"type": "string"}, self.field: asked}
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": [*properties],
-            "additionalProperties": False,
-        }
+        form = {"type": "object", "properties": properties, "required": [*properties]}
+        return form | {"additionalProperties": False}
 
     @property
     def field(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -34,9 +33,7 @@ class LlmSection(Section, AttachedJudge):
     api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """environment variable with the key of the API; default: no key"""
     rubric: str = "Judge whether the response answers the task correctly, completely and clearly."
-    """what a good response is"""
-    rubric_file: Path | None = None
-    """file with the same"""
+    """what a good response is, in as many lines as you like"""
     mode: Literal["rubric", "pairwise"] = "rubric"
     """rubric: a score from 0 to 1 for each response. pairwise: the share of wins over responses to
     the same prompt; each pair is asked about in both orders
@@ -70,15 +67,6 @@ class LlmSection(Section, AttachedJudge):
         if taken := {"model", "messages", "stream", "n"} & self.options.keys():
             yield f"options cannot set {', '.join(sorted(taken))}"
 
-    def instructions(self) -> str:
-        """Return the rubric. Raises ConfigError for a file that cannot be read."""
-        if self.rubric_file is None:
-            return self.rubric
-        try:
-            return self.rubric_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"[tasks.<name>.llm] rubric_file cannot be read: {error}") from error
-
     def headers(self) -> dict[str, str]:
         """Return the headers with the key. Raises ConfigError where it is not set."""
         if self.api_key_env is None:
@@ -97,6 +85,5 @@ class LlmSection(Section, AttachedJudge):
 
 
 def _check(section: LlmSection) -> str:
-    section.instructions()
     section.headers()
     return f"{section.model} at {section.url}"

@@ -57,8 +57,8 @@ class Member:
 
     def ask(self, wanted: int = 0, tokens: int = 0, **changes: Any) -> int:
         """Ask for calls, and note the permits; return their number."""
-        self.state = replace(self.state, wanted=[tokens] * wanted, **changes)
-        _, delays_s = self.caller.ask(self.state)
+        self.state = replace(self.state, **changes)
+        _, delays_s = self.caller.ask(self.state, [tokens] * wanted)
         now_ms = self.club.now_ms()
         self.club.times += [(now_ms + 1000 * delay_s, self.flow) for delay_s in delays_s]
         self.state.known += len(delays_s)
@@ -178,14 +178,14 @@ def test_refusal_makes_all_callers_wait_and_then_go_slower_for_a_while(club: Clu
     )
     assert one.ask(1) == 1
     refused_ms = club.now_ms()
-    one.end(refused=1, pause_s=3.0)
+    one.end(refused=1, pause_ms=3000)
     assert other.ask(8) == 0
     until(lambda: other.ask(8))
     assert min(at for at, flow in club.times if flow == "b t") >= refused_ms + 3000 - 1
     assert club.field("speed") == 0.5
     until(lambda: club.now_ms() > club.field("paused_ms"))
     until(lambda: one.ask(1))
-    one.end(refused=2, pause_s=3.0)
+    one.end(refused=2, pause_ms=3000)
     assert 0.25 <= (speed := club.field("speed")) < 0.5
     # a refusal of a call that was on its way does not halve it again
     other.ask(refused=1)

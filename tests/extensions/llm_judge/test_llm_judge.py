@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,10 @@ from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.extensions.llm_judge.questions import VerdictUnreadable, question
 from rolloutmq.extensions.llm_judge.section import LlmSection
 from tests.buffer.scene import Scene
+from tests.extensions.llm_judge import judging_process
 from tests.extensions.llm_judge.service import judging_model
+from tests.servers import Server
+from tests.waits import until
 
 ASK = {"role": "user", "content": "2 + 2 ="}
 
@@ -143,6 +148,39 @@ def test_cache_saves_questions_and_tokens_are_counted(scene: Scene) -> None:
         judged(other.knowing(Verdicts(scene.run.context, "math", 100, 10_000)), rollouts("4"))
         assert len(model.asked) == 3
     assert use_of(scene) == JudgeUse(3, 2, 300, 21)
+
+
+def test_a_count_that_arrives_late_takes_nothing_back(scene: Scene) -> None:
+    verdicts = Verdicts(scene.run.context, "math")
+    for calls in (2, 3, 1):
+        verdicts.use = JudgeUse(calls=calls, prompt_tokens=10 * calls)
+        verdicts.note("any")
+    assert use_of(scene) == JudgeUse(3, 0, 30, 0)
+
+
+def test_killed_judges_take_along_the_tokens_of_at_most_the_calls_that_they_had_under_way(
+    server_of: Callable[[str], Server],
+) -> None:
+    kills = 3
+    with (
+        judging_model(lambda *_: grade(5)) as model,
+        closing(Store(server_of("valkey").url)) as store,
+    ):
+        scene = Scene(store, store.client, new_nonce())
+        words = [server_of("valkey").url, scene.name, model.url]
+        for _ in range(kills):
+            command = [sys.executable, "-m", judging_process.__name__, *words]
+            goal = len(model.asked) + 40
+
+            def is_busy(goal: int = goal) -> bool:
+                return len(model.asked) > goal
+
+            with subprocess.Popen(command) as process:
+                until(is_busy)
+                process.kill()
+        asked, use = len(model.asked), use_of(scene)
+    assert asked - kills * judging_process.AT_ONCE <= use.prompt_tokens / 100 <= asked
+    assert use.completion_tokens / 7 == use.prompt_tokens / 100
 
 
 def test_cache_is_bounded_and_keeps_what_is_used(scene: Scene) -> None:

@@ -147,15 +147,15 @@ class LiveGateway(Gateway):
         """End the group of a session; answer once the server has it among those skipped."""
         self.guest_of(key) or await self._absent(key, request) or self.refuse_key()
         until = time.monotonic() + MOVE_S
-        while time.monotonic() < until:
-            seat = self._seat(name)
-            if seat and not seat.earned.done():
+        draw, stages = split_group_id(name.gid), [""]
+        while stages != ["skipped"]:
+            if time.monotonic() > until:
+                raise Refusal(503, "this session moves; send the skip again", "moved")
+            if (seat := self._seat(name)) and not seat.earned.done():
                 seat.earned.set_exception(skip)
-            stages = await asyncio.to_thread(self._run.account.stages, *split_group_id(name.gid))
-            if stages == ["skipped"]:
-                return web.json_response({"status": "ended"})
             await asyncio.sleep(SKIP_S)
-        raise Refusal(503, "this session moves; send the skip again", "moved")
+            stages = await asyncio.to_thread(self._run.account.stages, *draw)
+        return web.json_response({"status": "ended"})
 
     def _seat(self, name: SessionName) -> Seat | None:
         group = self.room.groups.get(name.gid)
