@@ -102,6 +102,7 @@ def _costs_shown(found: dict[str, Any]) -> Table | str:
     rows = [
         (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}{currency}")
         for name, label in words.items()
-        if name in found
+        if name in found and (found["total"] or name in SHARES)
     ]
-    return facts([("as of step", count(found["as_of_step"])), *rows])
+    prices = [] if found["total"] else [("prices", "[cost] of the config has none")]
+    return facts([("as of step", count(found["as_of_step"])), *prices, *rows])

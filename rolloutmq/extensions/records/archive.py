@@ -201,11 +201,12 @@ def audit(run: Run) -> list[str]:
         return []
     archive, faults = Archive(run.limits.archive), list[str]()
     exported, kept = run.ledger.archive.exported(), run.ledger.archive.steps()
+    committed = run.ledger.steps().committed
     try:
         there = archive.steps()
         missing = {*range(there[0] if there else 1, exported + 1)} - {*there}
         faults += [f"{archive.place} lacks the batch of step {step}" for step in sorted(missing)]
-        for step in {*there} & {*range(kept.start, exported + 1)}:
+        for step in sorted({*there} & {*range(kept.start, committed + 1)}):
             with archive.open(step) as file:
                 file.check()
                 found = run.ledger.manifest(step)

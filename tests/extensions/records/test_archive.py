@@ -39,13 +39,13 @@ def make_scene(server: Server, name: str, place: str, **limit: int) -> Iterator[
     store.close()
 
 
-def train(scene: Scene, *steps: int) -> dict[int, list[str]]:
+def train(scene: Scene, *steps: int, kept: int = 9) -> dict[int, list[str]]:
     """Take and commit steps of two groups; the groups of each."""
     taken = {}
     for step in steps:
         scene.ready(step - 1, step - 1)
         taken[step] = scene.take(step, math=2).gids
-        scene.run.ledger.commit(scene.trainer, step, step)
+        scene.run.ledger.commit(scene.trainer, step, min(step, kept))
     return taken
 
 
@@ -159,19 +159,25 @@ def test_fsck_reads_what_the_server_has_and_the_names_of_all(
     server_of: Callable[[str], Server], run_name: str, tmp_path: Path
 ) -> None:
     place = tmp_path / "archive"
-    for scene in make_scene(server_of("valkey"), run_name, str(place), retain_batches=2):
+    for scene in make_scene(server_of("valkey"), run_name, str(place), retain_batches=1):
         scene.open_trainer()
         archiver = Archiver(scene.run, {}, Path("none"))
-        train(scene, 1, 2, 3, 4)
+        train(scene, 1, 2, 3)
+        train(scene, 4, kept=3)
         archiver.committed(4, 0)
         archiver.closed()
-        assert scene.run.ledger.archive.steps() == range(3, 5)
+        assert scene.run.ledger.archive.steps() == range(3, 4)
+        assert Archive(str(place)).steps() == [1, 2, 3, 4]
         assert audit(scene.run) == []
-        for step in (1, 3):
+        whole = (place / "step-0000003.rmq").read_bytes()
+        for step in (1, 3, 4):
             file = place / f"step-{step:07d}.rmq"
             file.write_bytes(file.read_bytes()[:-9])
         (found,) = audit(scene.run)
         assert "step-0000003" in found
+        (place / "step-0000003.rmq").write_bytes(whole)
+        (found,) = audit(scene.run)
+        assert "step-0000004" in found
         (place / "step-0000002.rmq").unlink()
         assert "step 2" in " ".join(audit(scene.run))
 

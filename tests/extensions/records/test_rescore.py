@@ -84,3 +84,11 @@ def test_a_judge_that_fails_ends_it_and_writes_no_step(trained: Config) -> None:
     assert done.returncode
     assert "no verdict" in done.stderr
     assert Archive(str(trained.run.folder.with_name("failing") / "archive")).steps() == []
+
+
+def test_earlier_steps_may_be_scored_later(trained: Config) -> None:
+    late = rescore(trained, "--from", "3", "--name", "extended")
+    both = rescore(trained, "--from", "1", "--name", "extended")
+    assert (late["groups"], both["groups"]) == (GROUPS * (STEPS - 3), GROUPS * (STEPS - 1))
+    folder = trained.run.folder.with_name("extended")
+    assert Archive(str(folder / "archive")).steps() == list(range(2, STEPS + 1))
