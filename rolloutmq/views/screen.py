@@ -201,14 +201,19 @@ def _workers_text(view: RunView) -> Text:
         for name, row in NUMBERS.items()
         if row.total
     }
-    are = "is" if view.judging == 1 else "are"
-    judged = f", of which {count(view.judging)} {are} being judged" if view.judging else ""
     parts = [
         ", ".join(f"{number} {what}" for what, number in counts.items() if number) or "0 alive",
         *(f"{count(number)} {words}" for words, number in totals.items()),
-        f"{plural(view.leases, 'group')} running{judged}",
+        f"{plural(view.leases, 'group')} running{_judged(view)}",
     ]
     return Text(" · ".join(parts), style="" if live or view.mode == "finish" else "yellow")
+
+
+def _judged(view: RunView) -> str:
+    """Return how many running groups only wait for their judge; "" for zero."""
+    if not view.judging:
+        return ""
+    return f", of which {count(view.judging)} {'is' if view.judging == 1 else 'are'} being judged"
 
 
 # -- groups and tasks ------------------------------------------------------------
