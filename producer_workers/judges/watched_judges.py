@@ -197,7 +197,7 @@ def reported(judges: Iterable[WatchedJudges]) -> dict[str, Any]:
 class JudgeTimes:
     """Counts the answers of one worker's judges by their times, on the event loop.
 
-    `asked` includes `failed`; `seconds` is the sum. The heartbeat's thread reads them.
+    The histogram includes those that `failed`. The heartbeat's thread reads both.
     """
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
