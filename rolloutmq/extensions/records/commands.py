@@ -126,9 +126,7 @@ def _replay_bundle(file: Path, given: list[str], name: str | None, *, as_json: b
         records = Archive(str(folder / "archive"))
         if (folder / "policy").is_dir():
             if name is not None or given or ranks.size > 1:
-                raise ConfigError(
-                    "the bundle has no model", hint="leave out --name, --set, torchrun"
-                )
+                raise ConfigError("it has no model", hint="leave out --name, --set, torchrun")
             _check_scores(folder, records, step, as_json=as_json)
             return
         try:
@@ -280,9 +278,7 @@ def bundle_step(
     size, differing = write_bundle(parent, records, step, file, most)
     shown = [Text(f"{file}: {size / 1e6:.1f} MB. To train it again: rolloutmq replay {file}")]
     for name, own, new in differing[:1]:
-        what = (
-            f"`replay` will find that {name} is {new!r}, as here, and not {own!r}, as the run had"
-        )
+        what = f"`replay` will find {name} = {new!r}, as here; the run logged {own!r}"
         shown.append(Text(f"[note] {what}", style="yellow"))
     document = {"file": str(file), "step": step, "bytes": size, "differing": differing}
     Output(document, shown).print(as_json=as_json)

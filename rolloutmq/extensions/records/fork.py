@@ -27,12 +27,7 @@ from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder
 from consumer.handle.step_log import EVALUATIONS_FILE, STEPS_FILE
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import (
-    config_of,
-    link_checkpoint,
-    link_or_copy,
-    log_lines,
-)
+from rolloutmq.extensions.records.step_file import config_of, link_checkpoint, link_file, log_lines
 from rolloutmq.launch.create import create_again
 from rolloutmq.launch.terms import FOLDER as TERMS
 
@@ -107,7 +102,7 @@ def _copy_history(parent: Path, folder: Path, step: int) -> None:
             number = re.fullmatch(r"step-(\d+)\.rmq", file.name)
             if number is None or int(number[1]) <= step:
                 (folder / name).mkdir(exist_ok=True)
-                link_or_copy(file, folder / name / file.name)
+                link_file(file, folder / name / file.name)
 
 
 def to_toml(tree: Mapping[str, Any], prefix: str = "") -> str:

@@ -226,7 +226,7 @@ def _without_none(tree: Any) -> Any:
     return tree
 
 
-def link_or_copy(source: str | Path, target: str | Path) -> None:
+def link_file(source: str | Path, target: str | Path) -> None:
     """Give a file that never changes another name; copy it to another file system."""
     try:
         os.link(source, target)
@@ -238,9 +238,7 @@ def link_checkpoint(source: Path, target: Path, *without: str) -> None:
     """Link the files of a checkpoint, but for these names. Raises ConfigError if it goes away."""
     try:
         ignore = shutil.ignore_patterns(*without)
-        shutil.copytree(
-            source, target, ignore=ignore, copy_function=link_or_copy, dirs_exist_ok=True
-        )
+        shutil.copytree(source, target, ignore=ignore, copy_function=link_file, dirs_exist_ok=True)
         source.stat()  # a trainer renames it, then deletes it
     except OSError as error:
         if source.exists():

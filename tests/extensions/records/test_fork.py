@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -98,21 +97,6 @@ def real_fork(parent: Path, name: str) -> subprocess.CompletedProcess[str]:
     return rolloutmq("fork", str(parent), "--at", "2", "--name", name)
 
 
-def test_a_fork_that_was_killed_is_made_again(trained: Config, model_dir: Path) -> None:
-    parent = trained.run.folder
-    target = parent.with_name("killed-fork")
-    command = [sys.executable, "-m", "rolloutmq", "fork", str(parent), "--at", "4"]
-    process = subprocess.Popen([*command, "--name", target.name])
-    end = time.monotonic() + 400
-    while not (target / "checkpoints").exists() and time.monotonic() < end:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    child = train(fork(parent, 4, target.name, *LONGER), model_dir)
-    assert history(child.run.folder).steps[-1].step == LAST
-
-
 def test_what_cannot_be_forked_is_said(trained: Config) -> None:
     done = in_process("fork", str(trained.run.folder), "--at", "3", "--name", "none")
     assert done.returncode
@@ -170,13 +154,13 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_fork(
 ) -> None:
     parent = tmp_path / "first"
     shutil.copytree(trained.run.folder, parent, ignore=shutil.ignore_patterns("server"))
-    link = step_file.link_or_copy
+    link = step_file.link_file
 
     def late(source: str | Path, target: str | Path) -> None:
         link(source, target)
         CheckpointFolder(parent / "checkpoints").prune(1)
 
-    monkeypatch.setattr(step_file, "link_or_copy", late)
+    monkeypatch.setattr(step_file, "link_file", late)
     done = in_process("fork", str(parent), "--at", "2", "--name", "none")
     assert done.returncode == 2
     assert "meanwhile" in done.stderr

@@ -31,7 +31,6 @@ def processes(*args: str) -> dict[str, Any]:
     return dict(orjson.loads(done.stdout))
 
 
-@pytest.mark.slow
 def test_what_two_ranks_trained_is_equal_on_two(tmp_path: Path, model_dir: Path) -> None:
     found = processes("two_ranks", str(tmp_path), str(model_dir))
     for name in ("two", "part", "bundle"):
@@ -45,7 +44,6 @@ def test_what_two_ranks_trained_is_equal_on_two(tmp_path: Path, model_dir: Path)
     assert found["rescored"]["state"] == found["again"]["state"] != found["two"]["state"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deaths", "args"),
     [

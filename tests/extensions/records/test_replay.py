@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import orjson
@@ -95,19 +91,3 @@ def test_what_a_replay_cannot_do_is_said(trained: Config, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     done = in_process("replay", str(parent), "--json", "--to", "2", "--name", "before")
     assert "exists" in done.stderr
-
-
-def test_a_replay_that_was_killed_begins_again(trained: Config) -> None:
-    target = trained.run.folder.with_name("killed")
-    command = [sys.executable, "-m", "rolloutmq", "replay", str(trained.run.folder)]
-    command += ["--name", "killed", "--json"]
-    process = subprocess.Popen(command)
-    end = time.monotonic() + 400
-    while not read_steps(target) and time.monotonic() < end:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    found = replay(trained, "--name", "killed")
-    assert found["differing"] == {}
-    assert found["differing_tensor"] == ""
