@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import JudgeError
-from buffer.groups.verdicts import JudgeUse, Verdicts
+from buffer.groups.verdicts import JudgeUse
 from buffer.imports import import_extra
 from buffer.wire.group import FEEDBACK
 from buffer.wire.rollout import RolloutState
@@ -45,14 +45,10 @@ class LlmJudge(Judge):
         import_extra("aiohttp", what)
         self.sees_group = section.mode == "pairwise"
         self._section = section
-        self._service = Service(
-            what,
-            f"{section.url.rstrip('/')}/chat/completions",
-            judging.timeout_s,
-            judging.retries,
-            "check the API, or raise [tasks.<name>.judging] timeout_s",
-            section.headers(),
-        )
+        url = f"{section.url.rstrip('/')}/chat/completions"
+        hint = "check the API, or raise [tasks.<name>.judging] timeout_s"
+        limits = (judging.timeout_s, judging.retries)
+        self._service = Service(what, url, *limits, hint, section.headers())
 
     def under(self, turns: Turns) -> Judge:
         self._service = replace(self._service, turns=turns)
