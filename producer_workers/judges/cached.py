@@ -13,15 +13,9 @@ from buffer.wire.columns import all_columns
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import Judge, rollout_fields
 
-READ = [
-    "response",
-    "finish_reason",
-    "ground_truth",
-    "data_source",
-    "messages",
-    "tool_calls",
-    "extra",
-]
+READ = (
+    "response", "finish_reason", "ground_truth", "data_source", "messages", "tool_calls", "extra",
+)  # fmt: skip
 """Fields of a rollout that tell apart what a judge reads; tokens and rewards are in none."""
 
 
