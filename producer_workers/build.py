@@ -309,10 +309,9 @@ def _make_judge(
             judge = judge.under(limit.turns(run, name, service if is_url(service) else name))
         cache = task.judging.cache
         bounds = (cache.max_entries, cache.max_mb << 20) if cache else ()
-        if judge.counts_use:
-            judge = judge.knowing(Verdicts(run.context, name, *bounds))
-        elif cache:
-            judge = CachedJudge(judge, Verdicts(run.context, name, *bounds))
+        judge.verdicts = Verdicts(run.context, name, *bounds)
+        if cache and not judge.counts_use:
+            judge = CachedJudge(judge, judge.verdicts)
         return judges.watch(judge, task.judging.grace_s)
 
     if not task.judging.is_elsewhere:

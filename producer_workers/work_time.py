@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 AGENT: ContextVar[str] = ContextVar("agent", default="")
 """The name, GID/INDEX, by which the requests of an agent's sessions find its limit."""
@@ -93,11 +93,3 @@ async def timeout(limit_s: float) -> AsyncIterator[None]:
     async with asyncio.timeout(None) as limit:
         with Work(limit_s, partial(limit.reschedule, 0.0), AGENT.get()):
             yield
-
-
-async def ends_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
-    """Wait for `work` for as long; return whether it has ended."""
-    with suppress(TimeoutError):
-        async with timeout(limit_s):
-            await asyncio.wait({work})
-    return work.done()

@@ -61,7 +61,6 @@ class Caller:
     """Asks for the permits of one flow, for one process."""
 
     def __init__(self, store: Store, limit: CallLimit, flow: str, lease_ms: int) -> None:
-        self.limit = limit
         self._keys = Keys(limit.name, LIMITS)
         self._store = store.at(self._keys.prefix)
         self._id = new_nonce()

@@ -290,7 +290,8 @@ class Account:
             most = now.sampled - tokens[task].ended
             least, made = tokens[task].sampled - now.ended, groups.made[task]
             if not least <= made <= most:
-                text = f"{task}: {tokens[task].in_groups} sampled tokens are counted in groups, "
+                counted = tokens[task].sampled - tokens[task].ended
+                text = f"{task}: {counted} sampled tokens are counted in groups, "
                 text += f"but their records add up to {made} ({least} to {most} expected)"
                 yield Damage(text, self._keys.progress(task))
         least, most = before.came - after.went, after.came - before.went

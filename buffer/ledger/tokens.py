@@ -46,10 +46,6 @@ class TokenAccount:
         return sum(self.rows.values())
 
     @property
-    def in_groups(self) -> int:
-        return self.sampled - self.ended
-
-    @property
     def total(self) -> int:
         return self.sampled + self.reported
 

@@ -14,9 +14,8 @@ from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import Judge, rollout_fields
 
 READ = (
-    *("response", "finish_reason", "ground_truth", "data_source", "messages", "tool_calls"),
-    "extra",
-)
+    "response", "finish_reason", "ground_truth", "data_source", "messages", "tool_calls", "extra",
+)  # fmt: skip
 """Fields of a rollout that tell apart what a judge reads; tokens and rewards are in none."""
 
 

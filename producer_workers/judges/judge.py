@@ -69,7 +69,8 @@ class Judge(ABC):
         """Make one call, for one rollout or, if it `sees_group`, for a group."""
 
     counts_use = False
-    """whether it tells `Verdicts` what it uses, also if none are kept"""
+    """whether it tells its `verdicts` what it uses, also if none are kept, and finds them itself"""
+    verdicts: Verdicts | None = None
 
     def under(self, turns: Turns) -> Judge:
         """Return this judge; its calls wait for their turns, before their time limits begin."""
@@ -80,10 +81,6 @@ class Judge(ABC):
                 return await ask(states)
 
         self.ask = ask_in_turn  # type: ignore[method-assign]
-        return self
-
-    def knowing(self, verdicts: Verdicts) -> Judge:
-        """Return this judge with `verdicts`. Only of a judge that `counts_use`."""
         return self
 
     def identity(self) -> str:

@@ -37,7 +37,7 @@ from producer_workers.follow_owner import how_ended, kill_session
 from producer_workers.user_code.border import ROOM, Border, Rules, is_marked_inline, load_border
 from producer_workers.user_code.function_server import HEADER, READY, CallAnswer, Order
 from producer_workers.user_code.user_function import TURNS, UserFunction
-from producer_workers.work_time import ends_within
+from producer_workers.work_time import timeout
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -115,7 +115,10 @@ class UserProcess:
             self._leave_if_idle()
 
     async def _limited(self, number: int, answer: asyncio.Future[CallAnswer]) -> CallAnswer:
-        if await ends_within(self._rules.limit_s, answer):
+        with suppress(TimeoutError):
+            async with timeout(self._rules.limit_s):
+                await asyncio.wait({answer})
+        if answer.done():
             return answer.result()
         if not self._is_shared:
             self.end(f"a call exceeded its limit of {self._rules.limit_s:g} s")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
 from producer_workers.user_code.border import Border, Failure, Rules, is_of_this_project
-from producer_workers.work_time import ends_within
+from producer_workers.work_time import timeout
 
 TURNS = 4  # calls of one function that run in threads at once, by default
 
@@ -181,11 +181,13 @@ class UserFunction:
 
     async def _limited(self, work: asyncio.Future[CallOutcome]) -> CallOutcome:
         try:
-            if await ends_within(self._rules.limit_s, work):
-                return work.result()
-            raise self._rules.over_limit()
+            async with timeout(self._rules.limit_s):
+                await asyncio.wait({work})
+        except TimeoutError:
+            raise self._rules.over_limit() from None
         finally:
             work.cancel()  # not awaited: it may ignore that
+        return work.result()
 
 
 # These end an event loop. A worker handles a real Ctrl-C as a signal.

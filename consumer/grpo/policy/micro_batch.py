@@ -52,10 +52,9 @@ class TrainBatch:
     outcome: Sequence[NDArray[np.float32]] | None = None
 
     def scores(self, gids: Collection[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
-        """Return what the policy gave to response tokens as it was trained on them, by group.
+        """Return what the policy gave to response tokens as it was trained on them, by `gids`.
 
-        Of the groups in `gids`. `trainer`: log-probability; `entropy`; float32[R] each; nan for
-        what was not packed.
+        `trainer`: log-probability; `entropy`; float32[R] each; nan for what was not packed.
         """
         wanted = [(n, group) for n, group in enumerate(self.groups) if group.gid in gids]
         found: dict[str, dict[str, NDArray[np.float32]]] = {group.gid: {} for _, group in wanted}

@@ -20,7 +20,11 @@ from rolloutmq.options import Output, Target, or_folder
 from rolloutmq.output import count, facts, table
 
 SHARES = ("idle_workers", "idle_trainer", "never_trained")
-COSTS = ("total", "step", "million_trained", "next_100_steps")
+WORDS = {
+    "total": "so far", "step": "last step", "million_trained": "a million trained tokens",
+    "next_100_steps": "next 100 steps", "idle_workers": "idle time of workers",
+    "idle_trainer": "idle time of the trainer", "never_trained": "sampled, never trained",
+}  # fmt: skip
 
 
 def _of_folder(folder: Path, error: StoreUnavailable, **_: object) -> Output:
@@ -62,7 +66,7 @@ def _costs(folder: Path | None) -> dict[str, Any]:
     if not steps:
         return {}
     newest = steps[-1].metrics
-    found = {name: newest[f"cost/{name}"] for name in (*COSTS, *SHARES) if f"cost/{name}" in newest}
+    found = {name: newest[f"cost/{name}"] for name in WORDS if f"cost/{name}" in newest}
     return {"as_of_step": steps[-1].step, "currency": currency_of(newest), **found}
 
 
@@ -93,15 +97,10 @@ def _tokens_shown(
 def _costs_shown(found: dict[str, Any]) -> Table | str:
     if not found:
         return "no train step has reported what it cost yet"
-    words = {
-        "total": "so far", "step": "last step", "million_trained": "a million trained tokens",
-        "next_100_steps": "next 100 steps", "idle_workers": "idle time of workers",
-        "idle_trainer": "idle time of the trainer", "never_trained": "sampled, never trained",
-    }  # fmt: skip
     currency = f" {found['currency']}".rstrip()
     rows = [
         (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}{currency}")
-        for name, label in words.items()
+        for name, label in WORDS.items()
         if name in found and (found["total"] or name in SHARES)
     ]
     prices = [] if found["total"] else [("prices", "[cost] of the config has none")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from buffer.control.events import CURRENCY
 from buffer.groups.verdicts import JudgeUse, use_by_task
@@ -18,7 +18,7 @@ from buffer.manifest import Manifest
 from buffer.observers import Observer
 from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
-from consumer.handle.step_log import read_steps
+from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.cost import CostSection
 
@@ -40,14 +40,14 @@ class CostMeter(Observer):
         self._sampling: dict[tuple[str, int], int] = {}
         self._trained_at = time.monotonic()
 
-    def continue_from(self, steps: Sequence[Mapping[str, float]], ended_ms: int) -> None:
-        """Continue the sums in the metrics of earlier steps; the last one ended at `ended_ms`."""
-        known = [metrics for metrics in steps if "cost/total" in metrics]
+    def continue_from(self, steps: Sequence[TrainedStep]) -> None:
+        """Continue the sums in the metrics of earlier steps."""
+        known = [step.metrics for step in steps if "cost/total" in step.metrics]
         if known:
             self._hours = {n: known[-1].get(f"cost/{n}_gpu_hours", 0.0) for n in HOURS}
             self._costs.extend(metrics["cost/step"] for metrics in known[-MEAN_STEPS:])
             self._total = known[-1]["cost/total"]
-            self._read_ms = ended_ms
+            self._read_ms = int(1000 * (steps[-1].ended_s or time.time()))
 
     def delivered(
         self, manifest: Manifest, groups: Sequence[RolloutGroup], lineage: str, waited_s: float
@@ -131,8 +131,5 @@ def observe(run: Run, process: str, config: Config) -> None:
     per_worker = prices.worker_gpus or max(1, config.worker_gpus // workers)
     ranks = config.launch.ranks(has_own_loop=bool(config.trainer.loop))
     meter = CostMeter(run, prices, per_worker, ranks)
-    steps = read_steps(config.run.folder)
-    if steps:
-        ended_s = steps[-1].ended_s or time.time()
-        meter.continue_from([step.metrics for step in steps], int(1000 * ended_s))
+    meter.continue_from(read_steps(config.run.folder))
     run.observers.append(meter)

@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
@@ -246,10 +246,10 @@ class TrialProcesses:
             if answer:
                 return json.loads(answer)  # orjson would refuse a reward that is not a number
             await process.wait()
-            raise TrialFailed(
-                f"the process of the trial ended with {process.returncode}",
-                trace=trace_text(_end_of(stderr)),
-            )
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - LONGEST_STDERR))
+            last = stderr.read().decode(errors="replace").strip().split("\n")
+            message = f"the process of the trial ended with {process.returncode}"
+            raise TrialFailed(message, trace=trace_text(last))
 
     def _end(self, process: Any, request: Mapping[str, Any]) -> None:
         process.stdin.close()
@@ -289,8 +289,3 @@ async def _ask(process: Any, request: Mapping[str, Any]) -> bytes:
     except ValueError as error:
         raise TrialFailed(f"the trial's answer has more than {LARGEST_ANSWER} bytes") from error
     return line
-
-
-def _end_of(file: IO[bytes]) -> list[str]:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_STDERR))
-    return file.read().decode(errors="replace").strip().split("\n")

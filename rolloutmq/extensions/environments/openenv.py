@@ -110,10 +110,7 @@ def _earned(rewards: list[float | None], *, is_over: bool, by_turn: bool) -> dic
 
 
 async def _step(environment: Any, action: dict[str, Any]) -> Any:
-    """Return the result of a step.
-
-    Raises Skip, and EpisodeBroken where the client has connected anew.
-    """
+    """Return a step's result. Raises Skip; EpisodeBroken where the client has connected anew."""
     connection = environment._ws
     result = await environment.step(action)
     raise_skip(result.metadata)

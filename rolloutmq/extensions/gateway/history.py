@@ -69,7 +69,7 @@ class Conversation:
         turns, thoughts, calls = map(list, zip(*said, strict=True)) if said else ([], [], [])
         numbers: dict[Any, int] = {}
         count = itertools.count()
-        for place, turn in enumerate(turns):
+        for place, turn in enumerate(turns if any(calls) else ()):
             if isinstance(turn, tuple):  # the model's
                 numbers.update(zip(calls[place], count, strict=False))
             elif "tool_call_id" in turn:

@@ -53,7 +53,7 @@ MOST_VALUES = 2**20
 
 REPLY = web.RequestKey("reply", Reply)  # of a request
 
-# An escape of JSON: a surrogate pair, half of one (the group), or any other.
+# An escape of JSON: a surrogate pair, half of one (the group; read as U+FFFD), or any other.
 _ESCAPE = re.compile(
     r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})|\\."
 )
@@ -328,10 +328,7 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
 
 
 def _parse(kind: type[AgentRequest], body: bytes, known: Known) -> tuple[AgentRequest, Ask]:
-    """Return the request in `body`, perhaps without its messages, and what it asks, with them.
-
-    Halves of surrogate pairs are replaced by U+FFFD.
-    """
+    """Return the request in `body`, perhaps without its messages, and what it asks, with them."""
     is_large = 4 * len(body) > MOST_VALUES
     if is_large and body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
         raise Refusal(413, "this request has too many values to be read", "request_too_large")

@@ -315,7 +315,10 @@ class Session:
             try:
                 tokens = self._tokens_behind(parent, more)
                 new = Segment.begin(more, given.part(len(parent.messages)), tools, tokens)
-                return Reading(parent, parent.then(new))
+                context = parent.then(new)
+                # equal turns, but the objects of this request, which the next one has again
+                said = replace(context.said, turns=given.turns)
+                return Reading(parent, replace(context, said=said))
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import JudgeError
-from buffer.groups.verdicts import JudgeUse, Verdicts
+from buffer.groups.verdicts import JudgeUse
 from buffer.imports import import_extra
 from buffer.wire.group import FEEDBACK
 from buffer.wire.rollout import RolloutState
@@ -45,22 +45,13 @@ class LlmJudge(Judge):
         import_extra("aiohttp", what)
         self.sees_group = section.mode == "pairwise"
         self._section = section
-        self._verdicts: Verdicts | None = None
-        self._service = Service(
-            what,
-            f"{section.url.rstrip('/')}/chat/completions",
-            judging.timeout_s,
-            judging.retries,
-            "check the API, or raise [tasks.<name>.judging] timeout_s",
-            section.headers(),
-        )
+        url = f"{section.url.rstrip('/')}/chat/completions"
+        hint = "check the API, or raise [tasks.<name>.judging] timeout_s"
+        limits = (judging.timeout_s, judging.retries)
+        self._service = Service(what, url, *limits, hint, section.headers())
 
     def under(self, turns: Turns) -> Judge:
         self._service = replace(self._service, turns=turns)
-        return self
-
-    def knowing(self, verdicts: Verdicts) -> Judge:
-        self._verdicts = verdicts
         return self
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -68,9 +59,13 @@ class LlmJudge(Judge):
             return await self._compare(states)
         (state,) = states
         asked = question(self._section.rubric, self._section.points, state)
-        verdicts = await self._repeated(asked)
+        share = int(digest_of(asked.messages)[:8], 16) / 16**8
+        times = self._section.repeats if share < self._section.repeat_share else 1
+        verdicts = await asyncio.gather(*(self._verdict(asked, n) for n in range(times)))
         state.extra[FEEDBACK] = verdicts[0].reason
-        return [_reward([verdict.value for verdict in verdicts], is_repeated=len(verdicts) > 1)]
+        values = [verdict.value for verdict in verdicts]
+        spread = {"disagreement": max(values) - min(values)} if times > 1 else {}
+        return [{"score": mean(values), **spread}]
 
     async def _compare(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """Return the share of wins of each response, and how often the order decided."""
@@ -86,30 +81,22 @@ class LlmJudge(Judge):
         }
         orders = [order for a, b in sorted(pairs) for order in ((a, b), (b, a))]
         asked = [question(self._section.rubric, 0, states[a], states[b]) for a, b in orders]
-        found = await asyncio.gather(*map(self._repeated, asked))
+        found = await asyncio.gather(*(self._verdict(each, 0) for each in asked))
         wins, swaps = defaultdict(list), defaultdict(list)
         said: dict[int, list[str]] = defaultdict(list)
-        for (a, b), verdicts in zip(orders, found, strict=True):
-            value = mean(verdict.value for verdict in verdicts)
-            wins[a].append(value)
-            wins[b].append(1 - value)
-            said[a].append(f"#{states[a].index} (A), #{states[b].index} (B): {verdicts[0].reason}")
+        for (a, b), verdict in zip(orders, found, strict=True):
+            wins[a].append(verdict.value)
+            wins[b].append(1 - verdict.value)
+            said[a].append(f"#{states[a].index} (A), #{states[b].index} (B): {verdict.reason}")
         for (a, b), there, back in zip(orders[::2], found[::2], found[1::2], strict=True):
             for one in (a, b):
-                swaps[one].append(abs(there[0].value - 1 + back[0].value))
+                swaps[one].append(abs(there.value - 1 + back.value))
         for n, state in enumerate(states):
             state.extra[FEEDBACK] = "\n".join(said[n])
         return [
             {"score": mean(wins[n] or [0.5]), "disagreement": mean(swaps[n] or [0.0])}
             for n in everybody
         ]
-
-    async def _repeated(self, asked: Question) -> list[Verdict]:
-        """Return one verdict, or several of a question that is asked repeatedly."""
-        share = int(digest_of(asked.messages)[:8], 16) / 16**8
-        is_chosen = share < self._section.repeat_share and asked.points
-        times = self._section.repeats if is_chosen else 1
-        return list(await asyncio.gather(*(self._verdict(asked, n) for n in range(times))))
 
     async def _verdict(self, asked: Question, number: int) -> Verdict:
         """Return the verdict on a question; `number` tells its repetitions apart."""
@@ -125,7 +112,7 @@ class LlmJudge(Judge):
             form = {"name": "verdict", "strict": True, "schema": asked.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         digest = digest_of(section.url, body, number)
-        known = await asyncio.to_thread(self._verdicts.find, digest) if self._verdicts else None
+        known = await asyncio.to_thread(self.verdicts.find, digest) if self.verdicts else None
         if known is not None:
             return Verdict(*orjson.loads(known))
         kept = b""
@@ -143,14 +130,14 @@ class LlmJudge(Judge):
             kept = orjson.dumps([*verdict])
             return verdict
         finally:  # an answer without a verdict has used tokens, too
-            if self._verdicts:
-                await asyncio.to_thread(self._verdicts.note, digest, kept)
+            if self.verdicts:
+                await asyncio.to_thread(self.verdicts.note, digest, kept)
 
     async def _say(self, body: dict[str, Any]) -> str:
         """Return what the model answers, and count its tokens. Raises JudgeError."""
         prompt = sum(len(message["content"].encode()) for message in body["messages"])
         most = prompt // BYTES_PER_TOKEN + int(body["max_tokens"])
-        use = self._verdicts.use if self._verdicts else JudgeUse()
+        use = self.verdicts.use if self.verdicts else JudgeUse()
         use.calls += 1
         answer = await self._service.ask(body, most)
         try:
@@ -161,8 +148,3 @@ class LlmJudge(Judge):
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             what = f"{self._service.what} answered something else: {answer!r:.200}"
             raise JudgeError(what) from error
-
-
-def _reward(values: Sequence[float], *, is_repeated: bool) -> dict[str, float]:
-    spread = {"disagreement": max(values) - min(values)} if is_repeated else {}
-    return {"score": mean(values), **spread}

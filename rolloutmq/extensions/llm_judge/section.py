@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -81,9 +80,8 @@ class LlmSection(Section, AttachedJudge):
     @classmethod
     def checks(cls, config: Any) -> Mapping[str, Callable[[], str]]:
         sections = {name: task.attached.get("llm") for name, task in config.tasks.items()}
-        return {f"llm of {name}": partial(_check, each) for name, each in sections.items() if each}
+        return {f"llm of {name}": each.check for name, each in sections.items() if each}
 
-
-def _check(section: LlmSection) -> str:
-    section.headers()
-    return f"{section.model} at {section.url}"
+    def check(self) -> str:
+        self.headers()
+        return f"{self.model} at {self.url}"

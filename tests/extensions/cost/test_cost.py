@@ -10,7 +10,7 @@ import pytest
 from buffer.groups.verdicts import JudgeUse, Verdicts
 from buffer.job import SampledTokens
 from buffer.redis.store import Store
-from consumer.handle.step_log import StepWriter
+from consumer.handle.step_log import StepWriter, read_steps
 from rolloutmq.extensions.cost import CostSection
 from rolloutmq.extensions.cost.command import _costs
 from rolloutmq.extensions.cost.meter import CostMeter
@@ -70,7 +70,7 @@ def test_gpu_hours_and_tokens_have_a_price_and_a_trainer_that_starts_again_pays_
 
     StepWriter(tmp_path).add_step(1, "l1", [], found)
     again = CostMeter(scene.run, PRICES, worker_gpus=2, trainer_gpus=1)
-    again.continue_from([found], scene.now_ms())
+    again.continue_from(read_steps(tmp_path))
     assert again.measured(2)["cost/total"] == pytest.approx(found["cost/total"], rel=0.05)
     told = _costs(tmp_path)
     assert (told["total"], told["currency"]) == (found["cost/total"], "EUR")

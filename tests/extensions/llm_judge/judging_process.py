@@ -19,7 +19,7 @@ AT_ONCE = 4
 async def judge(store: str, run: str, url: str) -> None:
     section = LlmSection.model_validate({"url": url, "model": "m", "repeat_share": 0.0})
     judge = section.scorer(JudgingSection())
-    judge.knowing(Verdicts(Run.open(Store(store), run).context, "math"))
+    judge.verdicts = Verdicts(Run.open(Store(store), run).context, "math")
     numbers = count()
 
     async def call() -> None:

@@ -98,7 +98,8 @@ def test_answer_without_a_verdict_is_an_error_after_a_second_question(
     said: str, scene: Scene
 ) -> None:
     with judging_model(lambda *_: said) as model:
-        judge = judge_of(model.url).knowing(Verdicts(scene.run.context, "math"))
+        judge = judge_of(model.url)
+        judge.verdicts = Verdicts(scene.run.context, "math")
         with pytest.raises(VerdictUnreadable):
             judged(judge, rollouts("4"))
     assert len(model.asked) == 2
@@ -138,14 +139,15 @@ def test_cache_saves_questions_and_tokens_are_counted(scene: Scene) -> None:
     with judging_model(lambda *_: grade(5)) as model:
         for _ in range(2):
             judge = judge_of(model.url)
-            judge.knowing(Verdicts(scene.run.context, "math", 100, 10_000))
+            judge.verdicts = Verdicts(scene.run.context, "math", 100, 10_000)
             states = rollouts("4", "5")
             assert judged(judge, states) == [{"score": 0.5}] * 2
             assert states[0].extra["feedback"] == "worth 5"
         assert len(model.asked) == 2
         # another rubric is another judge
         other = judge_of(model.url, rubric="Be kind.")
-        judged(other.knowing(Verdicts(scene.run.context, "math", 100, 10_000)), rollouts("4"))
+        other.verdicts = Verdicts(scene.run.context, "math", 100, 10_000)
+        judged(other, rollouts("4"))
         assert len(model.asked) == 3
     assert use_of(scene) == JudgeUse(3, 2, 300, 21)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from producer_workers.agent_loops.call_json import read_json, write_json
 from rolloutmq.extensions.gateway.dialects.dialect import (
@@ -106,15 +106,12 @@ class ChatRequest(OpenAIRequest, ToolRequest):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    messages: JsonList = Field(min_length=1)
+    messages: Annotated[
+        JsonList, Field(min_length=1), AfterValidator(lambda own: list(map(plain_message, own)))
+    ]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-
-    @field_validator("messages")
-    @classmethod
-    def _plain(cls, messages: list[Json]) -> list[Json]:
-        return cls.plain(messages)
 
     @staticmethod
     def plain(items: list[Any]) -> list[Json]:

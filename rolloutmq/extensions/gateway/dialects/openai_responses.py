@@ -52,10 +52,6 @@ class _Head(msgspec.Struct):
     role: Any = ""
     type: Any = ""
 
-    @property
-    def is_of_model(self) -> bool:
-        return self.role == "assistant" or self.type not in _OTHERS
-
 
 _HEADS = msgspec.json.Decoder(list[_Head])
 
@@ -200,7 +196,7 @@ class ResponsesRequest(ToolRequest):
     @staticmethod
     def parts(history: bytes) -> list[bytes]:
         items = zip(_HEADS.decode(history), map(bytes, ITEMS.decode(history)), strict=True)
-        runs = groupby(items, lambda item: item[0].is_of_model)
+        runs = groupby(items, lambda i: i[0].role == "assistant" or i[0].type not in _OTHERS)
         return [b",".join(item for _, item in run) for _, run in runs]
 
     def ask(self) -> Ask:

@@ -36,7 +36,6 @@ from rolloutmq.extensions.gateway.server import REPLY, Gateway, body_of, given_k
 from rolloutmq.extensions.gateway.session_record import SessionRecord, without_record
 
 MOVE_S = 60.0  # how long a request waits for its session, during a pause or after a death
-SKIP_S = 0.05  # between two looks whether a group is skipped
 LOOK_S = 2.0  # between two looks at the server: another gateway may have ended the session
 
 _FINISHED = ("taken", "dead")  # stages of groups that never come back to their programs
@@ -153,7 +152,7 @@ class LiveGateway(Gateway):
                 raise Refusal(503, "this session moves; send the skip again", "moved")
             if (seat := self._seat(name)) and not seat.earned.done():
                 seat.earned.set_exception(skip)
-            await asyncio.sleep(SKIP_S)
+            await asyncio.sleep(0.05)  # until the group is released
             stages = await asyncio.to_thread(self._run.account.stages, *draw)
         return web.json_response({"status": "ended"})
 
