@@ -128,9 +128,6 @@ class GroupRunner:
         submitted. Any other failure only releases the group.
         """
         try:
-            # if every try were the last one, every group would be alone
-            if self._is_last_try(job) and job.tries > 1:
-                self._engine.sample_alone(job.gid)
             end = await self._play(job)
             await self._end(job, end)
         except Fenced as error:
@@ -146,6 +143,10 @@ class GroupRunner:
         known_tokens = 0
         group: RolloutGroup | None = None
         try:
+            await self._held.earlier_end(job)
+            # if every try were the last one, every group would be alone
+            if self._is_last_try(job) and job.tries > 1:
+                self._engine.sample_alone(job.gid)
             group, known_tokens = await self._begin(job)
             made, is_kept = await self._generate(job, group)
             return self._end_of(job, made, known_tokens, is_kept=is_kept)

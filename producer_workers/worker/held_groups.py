@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from buffer.job import Job
@@ -36,8 +37,8 @@ class HeldGroups:
     def __init__(self, inbox: Inbox, engine: SharedEngine) -> None:
         self._inbox = inbox
         self._engine = engine
-        # by asyncio task, not by gid: a group that failed may be claimed again before its first
-        # asyncio task has ended
+        # in order of claims; a group that failed may be claimed again before its first asyncio task
+        # has ended
         self._running: dict[asyncio.Task[None], Job] = {}
         self.members: dict[Job, list[RolloutState]] = {}
         self.submitting: set[Job] = set()
@@ -60,13 +61,23 @@ class HeldGroups:
         del self._running[task]
         self._inbox.post(PartEnded(None if task.cancelled() else task.exception()))
 
+    async def earlier_end(self, job: Job) -> None:
+        """Wait until earlier claims of the group are forgotten: its requests are known by gid."""
+        if earlier := self._earlier(job):
+            await asyncio.wait(earlier)
+
+    def _earlier(self, job: Job) -> list[asyncio.Task[None]]:
+        before = takewhile(lambda held: held[1] is not job, self._running.items())
+        return [task for task, other in before if other.gid == job.gid]
+
     def forget(self, job: Job) -> None:
         """Drop what is known of a group that ends now."""
         self.submitting.discard(job)
         self.expiring.discard(job)
         self.late.discard(job)
         self.members.pop(job, None)
-        self._engine.forget(job.gid)
+        if not self._earlier(job):
+            self._engine.forget(job.gid)
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
         """Cancel the given jobs and return those that were running."""

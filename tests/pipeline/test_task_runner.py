@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.errors import TaskStopped
+from buffer.groups.job_queue import JobQueue
+from buffer.job import Job
 from buffer.run.settings import LiveSettings, LiveTaskSettings
 from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState
@@ -106,6 +109,25 @@ async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(
         await yard.until_stages(dead=1, completed=2)
         assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
+    yard.check()
+
+
+@on_both
+async def test_a_try_that_is_claimed_before_the_one_before_has_ended_keeps_its_tokens(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(jobs: JobQueue, worker: str, job: Job, *rest: Any) -> str:
+        stage = release(jobs, worker, job, *rest)
+        while stage == "waiting" and yard.records()[0]["stage"] == "waiting":
+            time.sleep(0.01)
+        time.sleep(0.1)  # in which the next try could sample
+        return stage
+
+    release = JobQueue.release
+    monkeypatch.setattr(JobQueue, "release", late)
+    yard.enqueue(1, tokens=(2000, 1))
+    async with yard.working(yard.worker(token_s=1.0, group_time_limit_s=0.3)):
+        await yard.until_stages(dead=1)
     yard.check()
 
 
