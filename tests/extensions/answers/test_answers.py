@@ -185,6 +185,7 @@ RIGHT = [
     *("?", " percent of 5", ":30", "_5"),
 ]
 KNOWN = {*answer_words.KINDS, *answer_words.SCALES, *answer_words.PARTS, *answer_words.VALUES}
+KNOWN |= {*answer_words.FUNCTIONS, *answer_words.CONSTANTS}
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).filter(
     lambda word: word not in KNOWN and not word.endswith(("s", "ed"))
 )
