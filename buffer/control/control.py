@@ -216,9 +216,19 @@ class RoleHolder:
         return f"the {self.role} {self.nonce[:8]}…{where} {state}"
 
 
+class _Change(NamedTuple):
+    """The newest change of the mode by this process's trainer: a server may lose it."""
+
+    nonce: str = ""
+    number: int = 0
+    mode: str = ""
+    lanes: str = ""
+
+
 class RunControl:
     def __init__(self, context: RunContext) -> None:
         self._store, self._keys, self._limits, _ = context
+        self._change = _Change()
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""
@@ -240,6 +250,9 @@ class RunControl:
         `lanes` stay open: none by default, all in run mode. `orphan`: the operator's RUN also ends
         the pause of a trainer that left or fell silent. Raises Fenced, LostRun, RunDamaged.
         """
+        lanes = ALL_LANES if mode is Mode.RUN else lanes
+        before = self._change.number if self._change.nonce == nonce else 0
+        change = _Change(nonce, before + 1, mode.value, lanes)
         reply = self._store.call(
             "control",
             self._keys.slots(),
@@ -247,8 +260,9 @@ class RunControl:
                 "operation": new_nonce(),
                 "who": who,
                 "mode": mode.value,
-                "lanes": ALL_LANES if mode is Mode.RUN else lanes,
+                "lanes": lanes,
                 "nonce": nonce,
+                "change": change.number if who == "trainer" else 0,
                 "orphan_ms": self._limits.role_timeout_ms if orphan and who == "operator" else "",
             },
         )
@@ -256,6 +270,8 @@ class RunControl:
             case ["NO_RUN"]:
                 raise key_gone(self._keys.control)
             case [_, *state]:
+                if who == "trainer":
+                    self._change = change
                 return ControlState.parse(state)
             case _:
                 raise _unreadable(reply)
@@ -321,6 +337,7 @@ class RunControl:
         LostRun if the server came back empty and has never seen a holder of that role.
         """
         what, busy_s = work.now() if work else ("", 0.0)
+        change = self._change if self._change.nonce == nonce else _Change()
         reply = self._store.call(
             "beat",
             self._keys.slots(),
@@ -334,6 +351,9 @@ class RunControl:
                 "turns": work.turns if work else 0,
                 "doing": what,
                 "doing_ms": int(busy_s * 1000),
+                "change": change.number,
+                "mode": change.mode,
+                "lanes": change.lanes,
             },
         )
         with self.explaining_loss(role):

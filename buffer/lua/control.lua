@@ -8,6 +8,7 @@
 -- ARGV mode      run|drain|abort|keep|finish
 -- ARGV lanes     lanes                        that are open, separated by spaces
 -- ARGV nonce     ''|token                     of the trainer; '' for the operator
+-- ARGV change    0..                          number of this change of the trainer's mode since it opened; 0: the operator's
 -- ARGV orphan_ms ''|0..86_400_000             of the operator's run: it also ends the pause of a trainer that closed
 --                   or was silent for that time; '' = it does not
 -- replies OK 9 x control | FENCED | NO_RUN
@@ -18,6 +19,7 @@ if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then ret
 if not begin_operation(control, who .. '_ops', operation) then return {'OK', unpack(control_state(control))} end
 
 redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes)
+if who == 'trainer' then redis.call('HSET', control, 'trainer_change', int(change)) end
 local trainer = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms', 'trainer_mode')
 local is_gone = (trainer[1] or '') == '' or silence_ms(now_ms(), trainer[2]) >= (orphan_ms or math.huge)
 if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then

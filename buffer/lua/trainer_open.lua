@@ -34,7 +34,7 @@ if not again and taken < step and not behind then return {'BEHIND', int(taken)} 
 redis.call('HSET', control, 'trainer', nonce, 'trainer_seen_ms', int(now_ms()))
 if not again then
   -- what the trainer before announced is never published
-  redis.call('HDEL', control, 'next_weights', 'next_weights_path', 'next_weights_checksum')
+  redis.call('HDEL', control, 'next_weights', 'next_weights_path', 'next_weights_checksum', 'trainer_change')
   redis.call('HSET', ledger, 'committed', int(step))
   redis.call('HDEL', ledger, 'awaits')  -- the trainer before waits for no groups any more
   redis.call('RPUSH', lineages, lineage .. ':' .. int(step))

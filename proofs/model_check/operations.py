@@ -301,5 +301,5 @@ def _set_mode(run: Run, who: str, nonce: str, operation: str, mode: str, lanes: 
     """`RunControl.set_mode` makes a new name for each call, which could not be repeated here."""
     arguments = {"operation": operation, "who": who, "mode": mode, "nonce": nonce}
     open_lanes = ALL_LANES if mode == "run" else lanes
-    further = {"lanes": open_lanes, "orphan_ms": ""}
+    further = {"lanes": open_lanes, "orphan_ms": "", "change": int(who == "trainer")}
     unfenced(run.store.call("control", run.keys.slots(), {**arguments, **further}), "trainer")

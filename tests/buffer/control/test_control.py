@@ -53,6 +53,34 @@ def test_the_stricter_of_two_holders_rules(
     assert scene.run.control.set_mode("trainer", trainer, nonce=nonce).mode is mode
 
 
+def test_a_server_that_lost_the_end_of_a_pause_learns_it_from_the_trainers_heartbeat(
+    scene: Scene,
+) -> None:
+    """Else the trainer would wait for groups, and the workers for the trainer, for ever."""
+    control, nonce = scene.run.control, scene.open_trainer()
+    opened = scene.raw.hgetall(scene.keys.control)
+    control.set_mode("trainer", Mode.ABORT, nonce=nonce)
+    paused = scene.raw.hgetall(scene.keys.control)
+    control.set_mode("trainer", Mode.RUN, nonce=nonce)
+    for lost in (paused, opened):
+        scene.raw.delete(scene.keys.control)
+        scene.raw.hset(scene.keys.control, mapping=lost)
+        state = control.renew_role("trainer", nonce)
+        assert (state.mode, state.lanes) == (Mode.RUN, ALL)
+        assert control.renew_role("trainer", nonce).epoch == state.epoch
+    late = Run.open(scene.store, scene.name).control  # as of an earlier change
+    control.set_mode("trainer", Mode.KEEP, nonce=nonce)
+    assert late.renew_role("trainer", nonce).mode is Mode.KEEP
+    # a new trainer begins to count again
+    following = new_nonce()
+    scene.run.trainers.open(following, step=0, lineage="l2", take_over=True)
+    before = scene.raw.hgetall(scene.keys.control)
+    late.set_mode("trainer", Mode.RUN, nonce=following)
+    scene.raw.hset(scene.keys.control, mapping=before)
+    scene.raw.hdel(scene.keys.control, "trainer_change")
+    assert late.renew_role("trainer", following).mode is Mode.RUN
+
+
 def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(
     make_scene: Callable[..., Scene],
 ) -> None:

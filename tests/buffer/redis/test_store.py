@@ -261,10 +261,11 @@ def test_arguments_against_the_header_are_refused_by_name(scene: Scene) -> None:
         ScriptError, match=r"^reap: limit must be 1\.\.200, got 201; nothing was changed$"
     ):
         scene.run.jobs.reap(201)
+    keys = (scene.keys.control, scene.keys.events, scene.keys.wake_up("producer"))
     with pytest.raises(
         redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be \d+, got 1$"
     ):
-        scene.raw.eval(library()["beat"].source, 1, scene.keys.control, "trainer")
+        scene.raw.eval(library()["beat"].source, len(keys), *keys, "trainer")
     assert scene.dump() == before
 
 
