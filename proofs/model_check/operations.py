@@ -20,7 +20,7 @@ from buffer.ids import group_id
 from buffer.job import Job, Result
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest, ManifestEntry, NotReady
-from buffer.redis.scripts import unfenced
+from buffer.redis.scripts import Arg, unfenced
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from buffer.wire import group_bytes
@@ -299,7 +299,11 @@ def pause(run: Run, mode: str, operation: str, lanes: str) -> None:
 
 def _set_mode(run: Run, who: str, nonce: str, operation: str, mode: str, lanes: str) -> None:
     """`RunControl.set_mode` makes a new name for each call, which could not be repeated here."""
-    arguments = {"operation": operation, "who": who, "mode": mode, "nonce": nonce}
+    arguments: dict[str, Arg] = {"operation": operation, "who": who, "mode": mode, "nonce": nonce}
     open_lanes = ALL_LANES if mode == "run" else lanes
-    further = {"lanes": open_lanes, "orphan_ms": "", "change": int(who == "trainer")}
+    further: dict[str, Arg] = {
+        "lanes": open_lanes,
+        "orphan_ms": "",
+        "change": int(who == "trainer"),
+    }
     unfenced(run.store.call("control", run.keys.slots(), {**arguments, **further}), "trainer")
