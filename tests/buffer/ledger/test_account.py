@@ -51,7 +51,8 @@ def member(scene: Scene, gid: str) -> str:
 def test_tokens_of_more_groups_than_are_read_are_one_row(
     busy: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy.beat([], sampled="math=7:0:0:0")
+    for worker, tokens in {"w0": 7, "w1": 20, "w2": 300, "w3": 4000}.items():
+        busy.beat([], worker, sampled=f"math={tokens}:0:0:0")
     for most, stages in (
         (2, {"waiting", "running", "pool", "taken"}),
         (1, {"in_groups", "running"}),
@@ -60,7 +61,7 @@ def test_tokens_of_more_groups_than_are_read_are_one_row(
         account = busy.run.account.tokens()["math"]
         assert account.table.keys() - account.rows.keys() == stages
         assert sum(account.table.values()) == account.total
-        assert account.table["running"] == 7
+        assert account.table["running"] == 4327
 
 
 def test_account_names_every_place(busy: Scene) -> None:
