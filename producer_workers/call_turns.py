@@ -25,7 +25,7 @@ from buffer.control.call_limit import MOST_WANTED, Caller, CallerState, CallLimi
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.redis.retry import LogOnce
 from buffer.redis.store import Store
-from producer_workers.work_time import Work
+from producer_workers.work_time import LimitedWork
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
-        """Wait for the turn of a call that uses at most `tokens`; `request`: see `Work`.
+        """Wait for the turn of a call that uses at most `tokens`; `request`: see `LimitedWork`.
 
         Raises RolloutMQError for a call with more tokens than the quota of a minute.
         """
@@ -90,7 +90,7 @@ class Turns:
         self._waiting.append(turn)
         self.waiting += 1
         self._ask_soon()
-        with Work(is_waiting=True, request=request) as call:
+        with LimitedWork(is_waiting=True, request=request) as call:
             try:
                 try:
                     await turn.begins

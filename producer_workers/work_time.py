@@ -18,12 +18,12 @@ from typing import Self
 AGENT: ContextVar[str] = ContextVar("agent", default="")
 """The name, GID/INDEX, by which the requests of an agent's sessions find its limit."""
 
-_WITHIN: ContextVar[Work | None] = ContextVar("work", default=None)
-_NAMED: dict[str, Work] = {}
+_WITHIN: ContextVar[LimitedWork | None] = ContextVar("work", default=None)
+_NAMED: dict[str, LimitedWork] = {}
 
 
-class Work:
-    """A block; `end` is called once it has worked for `limit_s` seconds.
+class LimitedWork:
+    """The work of a `with` block; `end` is called once it has worked for `limit_s` seconds.
 
     `is_waiting`: until `begin`. `request`: of an engine, for which the work of its agent or group,
     with that `name`, waits. By default, it is a part of the work around it.
@@ -41,7 +41,7 @@ class Work:
         while request and request not in _NAMED:
             request = request.rpartition("/")[0]
         self._whole = _NAMED.get(request) or _WITHIN.get()
-        self._parts = set[Work]()
+        self._parts = set[LimitedWork]()
         self._is_waiting = is_waiting
         self._left_s, self._end, self._name = limit_s, end, name
         self._timer: asyncio.TimerHandle | None = None
@@ -91,5 +91,5 @@ class Work:
 async def timeout(limit_s: float) -> AsyncIterator[None]:
     """Raise TimeoutError out of a block that has worked for `limit_s` seconds."""
     async with asyncio.timeout(None) as limit:
-        with Work(limit_s, partial(limit.reschedule, 0.0), AGENT.get()):
+        with LimitedWork(limit_s, partial(limit.reschedule, 0.0), AGENT.get()):
             yield

@@ -74,7 +74,7 @@ class Caller:
         }
 
     def ask(self, state: CallerState, wanted: Sequence[int]) -> tuple[float, list[float]]:
-        """Report, and ask for calls of so many tokens each.
+        """Report `state`, and ask for permits of calls that use `wanted` tokens each.
 
         Return when to ask again unless the bell rings before (0: never), and of each permit behind
         `state.known`, when to call, in seconds. Raises StoreUnavailable.

@@ -85,7 +85,7 @@ LENGTH_BIAS = "length_bias/"
 CURRENCY = "cost/in/"
 """Prefix of a metric that is 1: its name ends with the currency of all costs."""
 
-OPEN = (REWARD_OF_TASK, LENGTH_BIAS, "expired/", CURRENCY)
+PREFIXES = (REWARD_OF_TASK, LENGTH_BIAS, "expired/", CURRENCY)
 """Prefixes of reported metrics whose names end with a task, or a currency."""
 
 
@@ -110,7 +110,7 @@ class ReportedStep:
         shown = {
             name: float(value)
             for name, value in metrics.items()
-            if name in REPORTED or name.startswith(OPEN)
+            if name in REPORTED or name.startswith(PREFIXES)
         }
         return cls(step, shown)
 

@@ -241,7 +241,7 @@ def serve_judges(url: str, run: str, judges: Mapping[str, str], count: int) -> N
 
 
 def _give_back(queue: JudgeQueue, worker: str) -> None:
-    """Let the job run again that a worker had when it lost the server, at once."""
+    """Queue the job again that `worker` was running when it lost the server."""
     record = Worker.redis_worker_namespace_prefix + worker
     job_id = queue.connection.hget(record, "current_job")
     job = queue.fetch_job(as_text(job_id)) if job_id else None

@@ -143,7 +143,7 @@ class GroupRunner:
         known_tokens = 0
         group: RolloutGroup | None = None
         try:
-            await self._held.earlier_end(job)
+            await self._held.wait_for_earlier(job)
             # if every try were the last one, every group would be alone
             if self._is_last_try(job) and job.tries > 1:
                 self._engine.sample_alone(job.gid)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from buffer.job import Job
 from buffer.limits import RunLimits
 from buffer.wire.rollout import PolicyVersion, RolloutState, has_ended
-from producer_workers.work_time import Work
+from producer_workers.work_time import LimitedWork
 from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 from producer_workers.worker.shared_engine import SharedEngine
 
@@ -61,8 +61,8 @@ class HeldGroups:
         del self._running[task]
         self._inbox.post(PartEnded(None if task.cancelled() else task.exception()))
 
-    async def earlier_end(self, job: Job) -> None:
-        """Wait until earlier claims of the group are forgotten: its requests are known by gid."""
+    async def wait_for_earlier(self, job: Job) -> None:
+        """Wait for the ends of earlier claims of the group: the engine knows requests by gid."""
         if earlier := self._earlier(job):
             await asyncio.wait(earlier)
 
@@ -153,7 +153,7 @@ class HeldGroups:
 
     @contextmanager
     def time_limit(self, job: Job, limit_s: float | None) -> Iterator[None]:
-        """End a job that has worked in here for `limit_s` seconds, in the same way."""
+        """End a job, as `expire` does, that has worked in the block for `limit_s` seconds."""
 
         def end() -> None:
             if job not in self._cancel_at:
@@ -161,7 +161,7 @@ class HeldGroups:
                 self._end_soon([job])
                 self._inbox.post(Signal.GROUP_IS_LATE)
 
-        with Work(limit_s or 0.0, end if limit_s else None, job.gid):
+        with LimitedWork(limit_s or 0.0, end if limit_s else None, job.gid):
             yield
 
     def _end_soon(self, jobs: Iterable[Job]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from producer_workers.work_time import AGENT, Work, timeout
+from producer_workers.work_time import AGENT, LimitedWork, timeout
 
 CLOCK_S = [0.0]
 
@@ -30,7 +30,7 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
 
 
 async def call(wait_s: float, work_s: float, request: str = "") -> None:
-    with Work(is_waiting=True, request=request) as own:
+    with LimitedWork(is_waiting=True, request=request) as own:
         await asyncio.sleep(wait_s)
         own.begin()
         await asyncio.sleep(work_s)
@@ -53,7 +53,7 @@ def test_a_group_works_while_any_of_its_calls_does_so_a_hung_one_is_ended() -> N
     ended: list[float] = []
 
     async def scene() -> None:
-        with Work(10.0, lambda: ended.append(CLOCK_S[0]), "math-1"):
+        with LimitedWork(10.0, lambda: ended.append(CLOCK_S[0]), "math-1"):
             one = asyncio.create_task(call(wait_s=20.0, work_s=1000.0))
             other = asyncio.create_task(call(wait_s=1000.0, work_s=0.0))
             await asyncio.sleep(100.0)
@@ -69,7 +69,7 @@ def test_an_agent_that_waits_holds_a_slot_and_works_not() -> None:
     ended: list[str] = []
 
     async def agent(number: int) -> None:
-        with Work():
+        with LimitedWork():
             AGENT.set(f"math-1/{number}")
             try:
                 async with timeout(10.0):
@@ -79,7 +79,7 @@ def test_an_agent_that_waits_holds_a_slot_and_works_not() -> None:
 
     async def scene() -> None:
         gateway = asyncio.create_task(asyncio.sleep(1.0))
-        with Work(60.0, lambda: ended.append(f"group at {CLOCK_S[0]}"), "math-1"):
+        with LimitedWork(60.0, lambda: ended.append(f"group at {CLOCK_S[0]}"), "math-1"):
             agents = [asyncio.create_task(agent(number)) for number in range(2)]
             await gateway
             await asyncio.sleep(1.0)
