@@ -23,6 +23,8 @@ USED = ("trained", "evaluated")
 MOST_GROUPS = 5000
 """Groups that wait, run or are taken, which are read one by one, in 10 ms of the server."""
 
+MOST_WORKERS = 50_000  # ten times the largest fleet that was measured (benchmarks/README.md)
+
 _COUNTED = ("sampled", "prompt", "again", *TOKEN_ROWS)
 
 
@@ -68,7 +70,7 @@ class TokenAccount:
 def read_tokens(store: Store, keys: Keys, tasks: Sequence[str]) -> dict[str, TokenAccount]:
     """Return the accounts of some tasks, as of one instant for all."""
     fields = " ".join(f"tokens_{name}" for name in _COUNTED)
-    args: dict[str, Arg] = {"fields": fields, "limit": MOST_GROUPS}
+    args: dict[str, Arg] = {"fields": fields, "limit": MOST_GROUPS, "worker_limit": MOST_WORKERS}
     reply = store.call("tokens", keys.slots(), args, [keys.slots(task=t) for t in tasks], tasks)
     numbers, found = iter(reply[1:]), {}
     for task in tasks:
