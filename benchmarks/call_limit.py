@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
@@ -68,7 +69,7 @@ class Counting:
         left_s = self.refuses_until_s - now_s
         self.arrivals.append(Arrival(now_s, query["run"], query["process"], left_s > 0))
         if left_s > 0:
-            return web.Response(status=429, headers={"Retry-After": f"{left_s:.1f}"})
+            return web.Response(status=429, headers={"Retry-After": f"{ceil(10 * left_s) / 10}"})
         with self._opened():
             await asyncio.sleep(0.05)
         return web.json_response(1.0)

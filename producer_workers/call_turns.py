@@ -31,6 +31,7 @@ log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
 REFUSED_S = 1.0  # pause of all calls after a refusal that does not say for how long
+LEAST_REFUSED_S = 0.1  # the same if it asks for less, as one with "Retry-After: 0" does
 
 BELL_S = 1.0  # longest wait of a thread for a wake-up, which delays the end of its process
 
@@ -51,7 +52,7 @@ class Turn:
 
     def refused(self, pause_s: float | None) -> None:
         """Make everybody wait: the service refused the call because of a limit of its own."""
-        self.refused_s = REFUSED_S if pause_s is None else pause_s
+        self.refused_s = REFUSED_S if pause_s is None else max(LEAST_REFUSED_S, pause_s)
         self.unused = self.tokens
 
     def begin(self) -> None:

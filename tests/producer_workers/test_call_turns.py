@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 
@@ -107,6 +108,22 @@ def test_refusal_by_429_makes_the_judge_wait_and_is_no_failed_try(store: Store) 
         assert asyncio.run(play()) == {"score": 1.0}
     assert asked[1] - asked[0] >= 0.9
     assert asked[2] - asked[1] >= 0.9
+
+
+def test_a_service_that_refuses_and_asks_for_no_wait_is_not_asked_in_a_hot_loop(
+    store: Store,
+) -> None:
+    began: list[float] = []
+
+    async def play() -> None:
+        one = turns(store, new_nonce(), at_once=1)
+        for _ in range(4):
+            async with one.turn() as turn:
+                began.append(time.monotonic())
+                turn.refused(0.0)
+
+    asyncio.run(play())
+    assert min(later - earlier for earlier, later in pairwise(began)) >= 0.09
 
 
 def test_wait_for_a_turn_is_outside_of_the_time_limit_of_a_judge(store: Store) -> None:
