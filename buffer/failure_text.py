@@ -13,8 +13,6 @@ from buffer.readable import visible
 
 LONGEST_TRACE = 2500  # characters
 LONGEST_TEXT = 3500  # characters, of which JSON needs at most four bytes each
-_LONGEST_LINE = 200
-_LONGEST_CAUSE = 160
 
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _RAISED = re.compile(r"\braised ([A-Z]\w*)")
@@ -24,7 +22,7 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
 
 def trace_text(lines: list[str]) -> str:
     """Return a traceback as it stands in a failure's text; of a long one, its end."""
-    text = visible("\n".join(line[:_LONGEST_LINE] for line in lines))[-LONGEST_TRACE:]
+    text = visible("\n".join(line[:200] for line in lines))[-LONGEST_TRACE:]
     return "\n".join(f"  {line}" for line in text.split("\n"))
 
 
@@ -70,7 +68,7 @@ def cause_of(text: str) -> str:
     """
     line, where = _first(text)
     kind = (_RAISED.search(line) or _TYPE.match(line)) if where else None
-    said = kind[1] if kind else _NUMBER.sub("…", line)[:_LONGEST_CAUSE]
+    said = kind[1] if kind else _NUMBER.sub("…", line)[:160]
     return f"{said} at {where}" if where else said or "no reason was given"
 
 

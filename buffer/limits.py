@@ -41,8 +41,6 @@ REGENERATING = "regenerating"
 Order = Literal["staleness", "fifo"]
 """Which completed groups are taken first: those of the oldest weights, or the first arrivals."""
 
-LEAST_FAILURES = 8  # that stop a task: one bad row must not end a batch of one group
-
 DAY_MS = 86_400_000  # the longest time in milliseconds that the scripts accept
 
 Bytes = Annotated[
@@ -266,7 +264,8 @@ class RunLimits(LiveLimits):
         is_eval = self.tasks[task].eval_of is not None
         weights = self.newest_weights()
         share = 1.0 if is_eval else weights[task] / sum(weights.values())
-        batch = max(LEAST_FAILURES, ceil(self.batch_size * share))
+        # one bad row must not end a batch of one group
+        batch = max(8, ceil(self.batch_size * share))
         return 3 * batch, batch
 
     def most_skipped(self, task: str) -> int:

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-REASON_BYTES = 2000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -38,5 +37,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def shorten_reason(reason: str) -> str:
-    """Cut a reason to what scripts accept: valid UTF-8 of REASON_BYTES at most."""
-    return reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
+    """Cut a reason to what scripts accept: valid UTF-8 of 2,000 bytes at most."""
+    return reason.encode(errors="replace")[:2000].decode(errors="ignore")

@@ -15,11 +15,6 @@ from contextlib import suppress
 
 OWNER = "ROLLOUTMQ_OWNER_PID"  # the environment variable with the pid of the process to follow
 
-# Seconds from SIGTERM to SIGKILL without an owner, as `rolloutmq run` gives its trainer.
-ORPHAN_S = 600.0
-
-_POLL_S = 1.0
-
 
 def kill_session(pid: int) -> None:
     """Kill the process that leads a session, and all that it has started there."""
@@ -32,7 +27,7 @@ def how_ended(code: int) -> str:
 
 
 def follow_owner() -> None:
-    """Send SIGTERM to this process once its parent is not `OWNER`, SIGKILL `ORPHAN_S` later."""
+    """Send SIGTERM to this process once its parent is not `OWNER`, SIGKILL ten minutes later."""
     owner = os.environ.get(OWNER)
     if owner:
         threading.Thread(target=_watch, args=(int(owner),), name="lifeline", daemon=True).start()
@@ -41,8 +36,8 @@ def follow_owner() -> None:
 def _watch(owner: int) -> None:
     stopped = threading.Event()
     while os.getppid() == owner:
-        stopped.wait(_POLL_S)
+        stopped.wait(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
-    stopped.wait(ORPHAN_S)
+    stopped.wait(600.0)  # as `rolloutmq run` gives its trainer
     # a process that waits for a lost server or rank would hold its GPU for ever
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,6 @@ from buffer.imports import import_extra
 log = logging.getLogger("rolloutmq.hub")
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-OTHER_FORMATS = ["*/*", "consolidated*"]  # copies of the weights, which are not read
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -63,7 +62,8 @@ class Repository(NamedTuple):
                     revision=self.revision,
                     local_files_only=is_local,
                     allow_patterns=MODEL_FILES if is_model else None,
-                    ignore_patterns=OTHER_FORMATS if is_model else None,
+                    # copies of the weights, which are not read
+                    ignore_patterns=["*/*", "consolidated*"] if is_model else None,
                 )
             )
         except hub.errors.GatedRepoError as error:

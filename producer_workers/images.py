@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others are rare, and some decoders start programs
-ORIENTATION = 0x0112  # Exif tag of a camera's orientation
 FOLDER = "images"  # in the run's folder
 URI = re.compile(rf"{FOLDER}/([0-9a-f]{{40}})\.[a-z]{{1,8}}")
 
@@ -61,7 +60,8 @@ def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
     with _opened(data, limits) as image:
         image.load()
         suffix = str(image.format).lower()
-        if image.getexif().get(ORIENTATION, 1) != 1:
+        # the Exif tag of a camera's orientation
+        if image.getexif().get(0x0112, 1) != 1:
             from PIL import ImageOps
 
             # Stored upright: otherwise its orientation would depend on the reader.

@@ -16,9 +16,6 @@ from producer_workers.judges.load import load_judge
 from producer_workers.user_code.sandbox import check_sandbox
 from producer_workers.worker.task_runner import load_sample_filter
 
-# options that name functions and classes
-_NAMED_OPTIONS = ("agent", "environment", "tools", "action", "observation")
-
 
 class NamedFunction(NamedTuple):
     """A function or class: the key of the config that names it, and what imports it."""
@@ -77,7 +74,8 @@ def _check_options(loop: str, options: Mapping[str, Any]) -> None:
 
 
 def _options(task: TaskSection) -> Iterator[tuple[str, str]]:
-    for option in _NAMED_OPTIONS:
+    # options that name functions and classes
+    for option in ("agent", "environment", "tools", "action", "observation"):
         given = task.agent_loop_options.get(option, ())
         for spec in [given] if isinstance(given, str) else given:
             if isinstance(spec, str) and is_dotted_path(spec):

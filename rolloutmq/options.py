@@ -36,7 +36,6 @@ from rolloutmq.run_owner import folders_below, is_owned, known_folders, last_cha
 
 RUNS = Path("runs")
 
-_DEADLINE_S = 5.0
 _OF_FOLDERS = "`rolloutmq status`, `web`, `report`, `dead`, `show`, `batch` and `logs`"
 _HOW = (
     "pass --redis-url URL or --run-dir FOLDER, set REDIS_URL, "
@@ -215,7 +214,7 @@ def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack
 
 
 @contextmanager
-def connected(address: Address, deadline_s: float = _DEADLINE_S) -> Iterator[Store]:
+def connected(address: Address, deadline_s: float = 5.0) -> Iterator[Store]:
     try:
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
             # a client of a cluster has connected to a node already

@@ -32,7 +32,6 @@ _STATE_STYLES: dict[str, str] = {
     **dict.fromkeys(("stopped", WorkerState.PAUSED, WorkerState.DRAINING), "yellow"),
     **dict.fromkeys(("died", "silent", "barred", "dead", "failed"), "red"),
 }
-_STATE_WIDTH = 9
 _VERSION_STYLES = (
     "cyan",
     "magenta",
@@ -78,7 +77,7 @@ def facts(rows: Sequence[tuple[str, str | Text]]) -> Table:
     return grid
 
 
-def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
+def state(word: str, *, width: int = 9) -> Text:
     """Return a state in brackets of a fixed width, in its colour: `[idle     ]`."""
     return Text(f"[{word[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
 
@@ -148,9 +147,6 @@ def bar(value: float, limit: float, width: int) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
-UNBOUNDED = 10_000  # a width that no line reaches
-
-
 class PlainConsole(Console):
     """Prints every text as `visible` returns it.
 
@@ -173,7 +169,7 @@ def console(*, stderr: bool = False) -> Console:
     opened = PlainConsole(highlight=False, emoji=False, markup=False, stderr=stderr)
     if os.environ.get("COLUMNS", "0").strip("0") == "":
         size = shutil.get_terminal_size()
-        opened.width = size.columns if opened.is_terminal else UNBOUNDED
+        opened.width = size.columns if opened.is_terminal else 10_000
     return opened
 
 

@@ -10,6 +10,7 @@ read both (`views/explain/processes.py`). A run whose processes were started one
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -29,7 +30,6 @@ from buffer.redis.server.embedded import FULL_BYTES
 
 PROCESSES_FILE = "processes.jsonl"
 SAMPLES = 20  # ten seconds: a process of many GiB ends that long after it was killed
-NO_SPACE = os.strerror(28)  # ENOSPC
 BY_OTHERS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})
 
 Kind = Literal[
@@ -72,7 +72,7 @@ class ProcessEnd(ProcessStart):
         """Return the stable name of the finding about it."""
         if self.oom_kills and self.code == -signal.SIGKILL:
             return "process/out_of_memory"
-        if self.disk_free < FULL_BYTES or NO_SPACE in self.cause:
+        if self.disk_free < FULL_BYTES or os.strerror(errno.ENOSPC) in self.cause:
             return "disk/full"
         if -self.code in BY_OTHERS:
             return "process/killed"

@@ -14,7 +14,6 @@ import orjson
 from buffer.readable import visible
 
 MINUTE_S = 60.0
-MOST_CAUSES = 1000  # causes that are remembered
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -61,7 +60,7 @@ class OncePerMinute(logging.Filter):
         if now - since < MINUTE_S:
             self._causes[cause] = (since, left_out + 1)
             return False
-        if len(self._causes) >= MOST_CAUSES:
+        if len(self._causes) >= 1000:
             self._causes.clear()
         self._causes[cause] = (now, 0)
         if left_out:

@@ -29,12 +29,6 @@ from rolloutmq.process_ends import ProcessEnd, ProcessFailed
 from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"
-RECORD_BYTES = 8192  # of the file; a reader takes its first line
-
-_PATIENCE_S = 1.0  # a reader holds the lock for microseconds; an owner holds it longer than this
-
-# start times of one process differ by less: they are derived from the boot time
-_SAME_START_S = 1.0
 
 
 class Stage(StrEnum):
@@ -112,7 +106,7 @@ class OwnedFolder:
         self.record = self.record.model_copy(update=changed)
         line = self.record.model_dump_json().encode() + b"\n"
         # always as long as the first one, so that it can be written on a full disk, too
-        os.pwrite(self._lock.fileno(), line.ljust(RECORD_BYTES), 0)
+        os.pwrite(self._lock.fileno(), line.ljust(8192), 0)  # a reader takes the first line
 
 
 @contextmanager
@@ -143,7 +137,8 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
 
 
 def _take(lock: IO[bytes], folder: Path) -> None:
-    end = time.monotonic() + _PATIENCE_S
+    # a reader holds the lock for microseconds; an owner holds it longer than this
+    end = time.monotonic() + 1.0
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +221,8 @@ def _identify(record: LaunchRecord | None) -> psutil.Process | None:
         process = psutil.Process(record.pid)
     except psutil.NoSuchProcess:
         return None
-    return process if abs(process.create_time() - record.started) < _SAME_START_S else None
+    # start times of one process differ by less: they are derived from the boot time
+    return process if abs(process.create_time() - record.started) < 1.0 else None
 
 
 def folders_below(root: Path) -> list[Path]:

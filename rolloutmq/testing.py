@@ -40,7 +40,6 @@ from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"
 POLL_S = 0.02  # between two looks for a group that failed
-DRAIN_S = 1.0  # for other groups to finish after one has failed
 
 
 class RehearsalError(RolloutMQError):
@@ -113,7 +112,7 @@ def rehearse(
             TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False
         )
         producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
-        section = WorkerSection(drain_timeout_s=DRAIN_S)
+        section = WorkerSection(drain_timeout_s=1.0)
         worker = Worker(run, engine, {TASK: TaskRunner(loop)}, section, worker_id="w0")
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))

@@ -21,7 +21,6 @@ PACKAGES = (
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 _ROOT = Path(__file__).resolve().parent.parent
-_DEADLINE_S = 5.0
 
 
 def own_version() -> str:
@@ -69,7 +68,7 @@ def _output(*command: str) -> str:
     """Return what a command prints; "" if it cannot be run or fails."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True,
+            command, capture_output=True, text=True, timeout=5.0, check=True,
             env=os.environ | {"LC_ALL": "C"},
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):

@@ -14,12 +14,6 @@ from buffer.limits import Bytes
 from buffer.readable import format_size
 from buffer.wire.framing import MAX_BYTES, Compression, zstandard
 
-SHARE_OF_SERVER = 0.75
-"""Share of maxmemory that is the budget where none is given.
-
-The rest is for the index, for bytes in transit, and for fragmentation.
-"""
-
 TOKEN_BYTES = 12
 """Bytes of a generated token: id (4), logprob (4) and its text (4, the length of English tokens).
 """
@@ -74,7 +68,7 @@ class MemorySection(Section):
 
     def budget(self, maxmemory_bytes: int) -> int:
         """Return the bytes that a run may hold on a server with that maxmemory; 0 = no limit."""
-        return self.budget_bytes or int(maxmemory_bytes * SHARE_OF_SERVER)
+        return self.budget_bytes or int(maxmemory_bytes * 0.75)  # where no budget is given
 
 
 def estimate_group_bytes(samples: int, max_tokens: int, prompt_tokens: int | None) -> int:

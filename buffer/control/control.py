@@ -108,7 +108,6 @@ def _unreadable(fields: Sequence[str]) -> RunDamaged:
 
 
 SHORT_S = 1.0  # work that takes less is not reported
-MOST_DOING = 256  # characters of `doing` that lua/beat.lua accepts
 WAITS_FOR = "waits for "  # begins what a loop does that waits, perhaps for days, and does not hang
 
 
@@ -129,7 +128,8 @@ class Work:
 
     def wait_for(self, tasks: Sequence[str]) -> None:
         """Report that the loop waits until these tasks are resumed; (): it does not."""
-        what = (WAITS_FOR + ", ".join(tasks))[:MOST_DOING] if tasks else ""
+        # characters of `doing` that lua/beat.lua accepts
+        what = (WAITS_FOR + ", ".join(tasks))[:256] if tasks else ""
         if what != self._current[0]:
             self._current = (what, time.monotonic())
 

@@ -27,7 +27,6 @@ from buffer.redis.url import open_client
 log = logging.getLogger("rolloutmq.worker")
 
 CONNECT_S = 5.0
-_READ_BYTES = 65_536
 _NOT_YET = object()
 
 
@@ -128,7 +127,7 @@ class ControlConnection:
 
     def _receive(self) -> None:
         try:
-            while data := self._socket.recv(_READ_BYTES):
+            while data := self._socket.recv(65_536):
                 self._reader.feed(data)
                 # bytes that TLS has already decrypted do not make the socket readable again
                 if not (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):

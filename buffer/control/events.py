@@ -94,7 +94,6 @@ def currency_of(metrics: Iterable[str]) -> str:
     return next((n.removeprefix(CURRENCY) for n in metrics if n.startswith(CURRENCY)), "")
 
 
-TRAINING = "train"
 EVALUATION = "eval:"
 
 
@@ -129,24 +128,23 @@ class TrainerReport:
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> TrainerReport:
         """Return the report in the fields of the key `report`, without those that are no JSON."""
-        steps = {name: step for name, entry in fields.items() if (step := _parsed(entry))}
+        steps = {}
+        for name, entry in fields.items():
+            try:
+                found: dict[str, Any] = json.loads(entry)
+                metrics = {metric: float(value) for metric, value in found["metrics"].items()}
+                steps[name] = ReportedStep(int(found["step"]), metrics)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                # written by hand: no reason to refuse the whole view of a run
+                continue
         evaluations = {
             name.removeprefix(EVALUATION): step
             for name, step in steps.items()
             if name.startswith(EVALUATION)
         }
-        return cls(steps.get(TRAINING), evaluations)
+        return cls(steps.get("train"), evaluations)
 
     def reward_of(self, task: str, *, is_only: bool) -> float | None:
         """Return a task's mean score in the last batch, if any; `is_only`: it is the only task."""
         metrics = self.training.metrics if self.training else {}
         return metrics.get(REWARD_OF_TASK + task, metrics.get("rewards/mean") if is_only else None)
-
-
-def _parsed(entry: str) -> ReportedStep | None:
-    try:
-        found: dict[str, Any] = json.loads(entry)
-        return ReportedStep(int(found["step"]), {k: float(v) for k, v in found["metrics"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # written by hand: no reason to refuse the whole view of a run; the next step replaces it
-        return None

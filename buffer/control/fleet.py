@@ -18,8 +18,6 @@ from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
 
-MOST_AGES = 1024  # weights that one heartbeat reports at most
-
 MOST_COUNTED = 64  # workers whose lengths stand for all: each has counted thousands
 
 SEARCHED_EVENTS = 500  # newest events in which ended workers are found: at its end, a run's last
@@ -176,7 +174,7 @@ class Fleet:
             if age is not None:
                 own = ("", "") if job in reported else (job.gid, job.token)
                 found[(*own, *age)] = None
-        return list(found)[:MOST_AGES]
+        return list(found)[:1024]
 
     def _age(self, job: Job, weights: PolicyVersion) -> tuple[str, int, int] | None:
         """Return (lineage, version, threshold); None for a group that does not age."""

@@ -27,7 +27,6 @@ RECEIPT_S = 20e-6
 # What the server needs for one receipt, and the longest time between two polls. Receipts arrive in
 # crowds: polling after each of them would keep the server from taking the others.
 POLL_S = 0.01
-OPERATOR_POLL_S = 0.05
 
 
 class Receipts:
@@ -84,4 +83,4 @@ class Receipts:
                 time.sleep(min(POLL_S, RECEIPT_S * len(silent)))
             else:
                 # a wake-up reaches one waiter: an operator who took it would delay the trainer
-                time.sleep(OPERATOR_POLL_S)
+                time.sleep(0.05)

@@ -14,7 +14,6 @@ from buffer.failure_text import cause_of
 MOST = 8
 """Pairs of task and cause that a worker counts; what else fails is counted as `OTHER`."""
 OTHER = "other"
-_LONGEST = 64
 _ENTRY = re.compile(r"([\w.-]{1,64})/([\w.:/-]{1,64})=(\d{1,15})", re.ASCII)
 
 Retries = Counter[tuple[str, str]]
@@ -28,7 +27,7 @@ class RetryCounts:
         self._counts: Retries = Counter()
 
     def add(self, task: str, reason: str) -> None:
-        cause = re.sub(r"[^\w.:/-]+", "_", cause_of(reason), flags=re.ASCII)[:_LONGEST]
+        cause = re.sub(r"[^\w.:/-]+", "_", cause_of(reason), flags=re.ASCII)[:64]
         pair = (task, cause)
         if pair not in self._counts and len(self._counts) >= MOST:
             pair = (task, OTHER)

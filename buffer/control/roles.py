@@ -23,8 +23,6 @@ from buffer.redis.retry import LogOnce, OutageClock
 
 log = logging.getLogger("rolloutmq.control")
 
-VACANCY_POLL_S = 0.5  # between two reads of who holds the role, while a process waits for the role
-
 HUNG_S = 600.0  # a loop busy with one thing for longer hangs: its thread sends no heartbeats
 
 
@@ -67,7 +65,7 @@ class HeldRole:
         holder = self._control.holder(self._role)
         clock = OutageClock()
         log.info("waiting for the role: %s", holder)
-        while not stop.wait(VACANCY_POLL_S) and self._control.state().mode is not Mode.FINISH:
+        while not stop.wait(0.5) and self._control.state().mode is not Mode.FINISH:
             holder = self._control.holder(self._role)
             answered_s = clock.poll()
             has_had_time = not clock.had_outage or answered_s * 1000 >= holder.timeout_ms

@@ -268,7 +268,6 @@ class WorkerRecord(HeartbeatNumbers):
 OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")
 """Fields that do not come from the worker's hash; these names are ignored there."""
 
-_PRIVATE = ("nonce", "claim", "claimed")
 _NUMBER_NAMES = [each.name for each in fields(HeartbeatNumbers)]
 
 
@@ -284,7 +283,7 @@ def read_record(
     texts |= {name: report.get(name, "") for name in _NUMBER_NAMES}
     parsed = {name: parse(texts[name]) for name, parse in _PARSERS.items() if name in texts}
     known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
-    reserved = (*_PARSERS, *OF_THE_READER, *_PRIVATE)
+    reserved = (*_PARSERS, *OF_THE_READER, "nonce", "claim", "claimed")
     facts = {name: text for name, text in texts.items() if name not in reserved}
     entry = re.fullmatch(rb"(\d+) (\d+) (\d+)", suspicion or b"")
     bad_groups, barred_ms = (int(entry[2]), int(entry[3])) if entry else (0, 0)

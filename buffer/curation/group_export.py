@@ -26,8 +26,6 @@ from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import Store
 from buffer.wire.staleness import staleness
 
-_MAX_READS = 3  # attempts, if the bytes are freed after the record was read
-
 
 @dataclass(slots=True)
 class Exported:
@@ -100,7 +98,7 @@ class GroupExport:
 
     def _find(self, gid: str, record: Record, query: Node, moment: Moment) -> _Found | None:
         """Return a group if it matches; None if it does not, or ends meanwhile."""
-        for _ in range(_MAX_READS):
+        for _ in range(3):  # its bytes may be freed after the record was read
             facts = GroupRecord.of(gid, record, moment)
             if facts is None or not matches(query, facts):
                 return None

@@ -61,10 +61,6 @@ def by_cause(letters: Iterable[DeadLetter]) -> list[tuple[str, list[DeadLetter]]
     return sorted(causes.items(), key=lambda pair: -len(pair[1]))
 
 
-ROOM_SHARE = 0.5
-"""Share of the low mark up to which a run keeps the responses of dead letters."""
-
-
 class DeadLetters:
     def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
         self._store, self._keys, self._limits, _ = context
@@ -97,7 +93,8 @@ class DeadLetters:
                 "size": ref.size,
                 "crc": ref.crc,
                 "chunks": ref.chunks,
-                "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else None,
+                # their responses take at most half of the low mark
+                "byte_limit": low_bytes // 2 if low_bytes else None,
             },
             keys.payload_chunks(ref.gid, ref.token, ref.chunks),
         )

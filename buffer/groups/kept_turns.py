@@ -23,8 +23,6 @@ from buffer.wire.staleness import ages
 
 MOST_CHUNKS = 1000  # then all turns are stored again, in few
 
-_ATTEMPTS = 3  # under new names, where the server lost what it had
-
 
 class KeptTurns:
     """The turns of one claim. `group`: as it was claimed. Call it from one thread at a time."""
@@ -59,7 +57,7 @@ class KeptTurns:
 
         Raises Fenced: the lease was lost.
         """
-        for _ in range(_ATTEMPTS):
+        for _ in range(3):  # under new names, where the server lost what it had
             match self._attempt():
                 case ["OK"]:
                     return

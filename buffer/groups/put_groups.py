@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
+from buffer.errors import ConfigError, MemoryFull, PayloadMissing, WireError
 from buffer.groups.submit import described
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
@@ -24,8 +24,6 @@ from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
-
-_MAX_RACES = 100  # how often another import may take the draw first
 
 _REFUSED = {
     Status.INIT: "nothing was generated yet: the producer starts prompts, from a data set",
@@ -112,7 +110,7 @@ class GroupPut:
         progress = self._keys.progress(task)
         counts = self._store.ask("put", "HMGET", progress, "put", "imported")
         draw = IMPORTED_FROM + sum(int(count or 0) for count in counts)
-        for _ in range(_MAX_RACES):
+        for _ in range(100):  # another import may take the draw first
             gid = group_id(task, draw)
             match self._call(make(gid), draw, retryable):
                 case ["OK", status]:
@@ -120,8 +118,20 @@ class GroupPut:
                     return gid, status
                 case ["DRAW", next_draw]:
                     draw = int(next_draw)
+                case ["NO_DRAWS", cursor]:
+                    raise ConfigError(
+                        f"{task} has drawn {cursor} groups: no draws are left for others"
+                    )
+                case ["FULL", held, mark]:
+                    raise MemoryFull(
+                        f"the run holds {format_size(int(held))} of payloads, and accepts no more "
+                        f"above {format_size(int(mark))}",
+                        hint="let the trainer commit what it took, then try again",
+                    )
+                case ["MISSING", size]:
+                    raise PayloadMissing(f"group {gid}: {size} bytes arrived", hint="put it again")
                 case reply:
-                    raise _refusal(gid, task, reply)
+                    raise unknown_reply("put", reply)
         raise ConfigError(
             f"{task}: another import takes every draw", hint="wait until that import has finished"
         )
@@ -156,21 +166,6 @@ class GroupPut:
             payloads + keys.payload_chunks(gid, token, ref.chunks),
             durable=True,
         )
-
-
-def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
-    match reply:
-        case ["NO_DRAWS", cursor]:
-            return ConfigError(f"{task} has drawn {cursor} groups: no draws are left for others")
-        case ["FULL", held, mark]:
-            return MemoryFull(
-                f"the run holds {format_size(int(held))} of payloads, and accepts no more above "
-                f"{format_size(int(mark))}",
-                hint="let the trainer commit what it took, then try again",
-            )
-        case ["MISSING", size]:
-            return PayloadMissing(f"group {gid}: {size} bytes arrived", hint="put it again")
-    return unknown_reply("put", reply)
 
 
 def prompt_of(group: RolloutGroup) -> RolloutGroup:

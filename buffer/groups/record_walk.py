@@ -40,17 +40,18 @@ class RecordWalk:
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
         """Yield (gid, record) of a task's living groups, drawn ones first. Raises RunDamaged."""
-        draws = self._living(task)
+        draws = (
+            draw
+            for first, ends in self.ends(task, self.entered(task))
+            for draw in (np.flatnonzero(ends == 0) + first).tolist()
+        )
         while page := list(islice(draws, KEYS_PER_TRIP)):
             gids = [group_id(task, draw) for draw in page]
-            for gid, raw in zip(gids, self._hashes(gids), strict=True):
+            reads = [("HGETALL", self._keys.group(gid)) for gid in gids]
+            for gid, raw in zip(gids, self._store.send("records", reads), strict=True):
                 if record := text_fields(raw):
                     require_fields("group", self._keys.group(gid), record)
                     yield gid, record
-
-    def _living(self, task: str) -> Iterator[int]:
-        for first, ends in self.ends(task, self.entered(task)):
-            yield from (np.flatnonzero(ends == 0) + first).tolist()
 
     def entered(self, task: str) -> Entered:
         key = self._keys.progress(task)
@@ -81,9 +82,6 @@ class RecordWalk:
         last = offset + PAGE_DRAWS // 8 - 1
         page: bytes = self._store.ask("bits", "GETRANGE", key, offset, last)
         return page
-
-    def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:
-        return self._store.send("records", [("HGETALL", self._keys.group(gid)) for gid in gids])
 
 
 def payload_of(gid: str, record: Record) -> PayloadRef:

@@ -17,8 +17,6 @@ from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT
 from buffer.redis.store import RunContext
 
-_LONGEST_ID = 200  # characters of a record's own id
-
 
 @dataclass(frozen=True, slots=True)
 class SkippedGroup:
@@ -40,7 +38,7 @@ def skip_letter(gid: str, reason: str, extra: Mapping[str, Any], worker: str = "
     """Return what is kept of a skipped group; `extra`: of its rollouts."""
     place = {name: extra[name] for name in ("row", "epoch") if isinstance(extra.get(name), int)}
     if (own := extra.get("id")) is not None:
-        place["id"] = cut_text(str(own))[:_LONGEST_ID]
+        place["id"] = cut_text(str(own))[:200]
     letter = {"gid": gid, "reason": cut_text(reason), "worker": worker, **place}
     return orjson.dumps(letter).decode()
 

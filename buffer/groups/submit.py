@@ -33,8 +33,6 @@ from buffer.wire.rollout import Status
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
-_LARGE_BYTES = 32 * 2**10  # a server reads a value of this size by itself, smaller ones together
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -168,7 +166,8 @@ class Submission:
                 # a server that writes to disk before it answers writes once for all small commands
                 # in a row, so large values come first
                 sets = [command for unit in some for command in unit.sets]
-                sets.sort(key=lambda command: sum(map(len, command[2])) < _LARGE_BYTES)
+                # a server reads a value of this size by itself, smaller ones together
+                sets.sort(key=lambda command: sum(map(len, command[2])) < 32 * 2**10)
                 commands += sets
                 commands.append(self.call(worker, task, [unit.arguments for unit in some]))
         answers = self._store.send("submit", commands, durable=True)

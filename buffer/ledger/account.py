@@ -31,8 +31,6 @@ STAGES = (
 )
 """Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
-_NEWEST = 200  # draws of each task that a check of constant cost reads
-
 
 @dataclass(frozen=True, slots=True)
 class TaskAccount:
@@ -207,7 +205,7 @@ class Account:
         fields: Any = self._store.ask("ledger", "HGETALL", key)
         report.collect("the ledger", wrong_fields("ledger", key, text_fields(fields)))
         for task in self.totals().tasks:
-            newest = range(max(0, task.drawn - _NEWEST), task.drawn)
+            newest = range(max(0, task.drawn - 200), task.drawn)
             rows = StageReader(self._context).rows([group_id(task.task, n) for n in newest])
             faults = (fault for row in rows for fault in stage_faults(row, task.cursor))
             report.collect(f"the draws of {task.task}", faults)

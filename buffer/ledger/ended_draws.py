@@ -98,7 +98,10 @@ class EndedDraws:
             ],
         )
         cursor, highest_draw, lost_to, put, added = (int(count or 0) for count in counts)
-        bitmaps = map(_bools, (drawn, imported, left_out))
+        bitmaps = [
+            np.unpackbits(np.frombuffer(bitmap, "u1")).astype(bool)
+            for bitmap in (drawn, imported, left_out)
+        ]
         return _Draws(max(cursor, highest_draw, lost_to), put + added, *bitmaps)
 
     def _assert(self, task: str, ends: Sequence[Ending], seen: int, lost: int) -> None:
@@ -159,10 +162,6 @@ def numbers_of(task: str, gids: Iterable[str]) -> set[int]:
 
 def _of(sets: dict[str, DrawSet], task: str) -> DrawSet:
     return sets.get(task, DrawSet())
-
-
-def _bools(bitmap: bytes) -> Bools:
-    return np.unpackbits(np.frombuffer(bitmap, "u1")).astype(bool)
 
 
 def _missing(wanted: Bools, found: Bools) -> list[int]:

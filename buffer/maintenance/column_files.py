@@ -41,8 +41,6 @@ INLINE_BYTES = 64 << 10  # smaller columns stay in the payload: a file costs mor
 
 HEADER_BYTES = 128  # of a .npy file beside its numbers
 
-PASS_S = 10.0  # shortest time between the starts of two passes over all folders
-
 _npy: Any = np.lib.format  # its functions have no types
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -185,7 +183,7 @@ class ColumnSweep:
         """Free the next folders; return (groups freed, whether folders are left)."""
         try:
             if self._pass is None:
-                if time.monotonic() - self._begun_s < PASS_S:
+                if time.monotonic() - self._begun_s < 10.0:  # between two passes
                     return 0, False
                 self._pass = self._folder.gids()
                 self._begun_s = time.monotonic()

@@ -18,8 +18,6 @@ from buffer.redis.bulk_io import send
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
-PASSES = 8  # walks over the keys: a live process may write some for ever, such as its heartbeat
-
 Advance = Callable[[int], object]
 
 
@@ -63,7 +61,7 @@ def _clear(store: Store, patterns: Sequence[str], kept: Collection[bytes], advan
         return removed
 
     total = 0
-    for _ in range(PASSES):
+    for _ in range(8):  # a live process may write some for ever, such as its heartbeat
         count = store.retrying("remove", walk)
         total += count
         if not count:

@@ -221,7 +221,13 @@ def _condition(name: str, field: Field, op: object, operand: object) -> Conditio
             name, op, frozenset(_scalar(where, field, each) for each in _list(where, operand))
         )
     if op == "$between":
-        return Condition(name, op, _ends(where, field, operand))
+        ends = [_scalar(where, field, end, is_ordered=True) for end in _list(where, operand)]
+        if len(ends) != 2 or ORDERINGS["$gt"](ends[0], ends[1]):
+            raise QueryError(
+                f"{where} needs [lowest, highest], not {_show(operand)}",
+                hint="both ends are included",
+            )
+        return Condition(name, op, tuple(ends))
     return Condition(name, op, _scalar(where, field, operand, is_ordered=op in ORDERINGS))
 
 
@@ -231,15 +237,6 @@ def _list(where: str, value: object) -> list[object]:
             f"{where} needs a list of values, not {_show(value)}", hint='as in {"$in": [1, 2]}'
         )
     return list(value)
-
-
-def _ends(where: str, field: Field, value: object) -> tuple[Any, Any]:
-    ends = [_scalar(where, field, end, is_ordered=True) for end in _list(where, value)]
-    if len(ends) != 2 or ORDERINGS["$gt"](ends[0], ends[1]):
-        raise QueryError(
-            f"{where} needs [lowest, highest], not {_show(value)}", hint="both ends are included"
-        )
-    return ends[0], ends[1]
 
 
 def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False) -> Scalar:

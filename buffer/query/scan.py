@@ -75,7 +75,14 @@ class GroupScan:
         moment = moment_of(self._store, self._ledgers[0])
         if (named := self._named(node)) is not None:
             return sum(1 for _ in self._records(named, node, moment))
-        return sum(self._count(index, node, moment) for index in self._indexes(node))
+        found = 0
+        for index in self._indexes(node):
+            if index.rest == TRUE and index.stage in ("waiting", "pool", "dead"):
+                length = "XLEN" if index.stage == "waiting" else "ZCARD"
+                found += int(self._store.ask("list", length, index.key))
+            else:
+                found += sum(1 for _ in self._of(index, node, moment))
+        return found
 
     # -- walking -------------------------------------------------------------
 
@@ -154,13 +161,6 @@ class GroupScan:
             case "dead":
                 return [(keys.dead, {})]
         return [(ledger.name, {}) for ledger in self._ledgers]
-
-    def _count(self, index: Index, node: Node, moment: Moment) -> int:
-        if index.rest == TRUE and index.stage in ("waiting", "pool", "dead"):
-            return int(
-                self._store.ask("list", "XLEN" if index.stage == "waiting" else "ZCARD", index.key)
-            )
-        return sum(1 for _ in self._of(index, node, moment))
 
     def _gids(self, index: Index) -> Iterator[str]:
         match index.stage:

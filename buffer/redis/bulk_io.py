@@ -42,8 +42,6 @@ _LINE_BYTES = 64  # longer than the line before a value
 # encode the next group while the server runs a script. TCP adapts its own.
 _SEND_BUFFER_BYTES = 1 << 21
 
-_RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)  # 0.2 s; a round trip takes a few hundredths
-
 
 def send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
     """Run commands in one round trip and return the answers in order. Raises the first error."""
@@ -212,7 +210,8 @@ class _Inbox:
         if isinstance(self._sock, ssl.SSLSocket):
             return  # TLS sockets accept no flags
         timeout = self._sock.gettimeout()
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECEIVE_TIMEOUT)
+        # 0.2 s; a round trip takes a few hundredths
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 200_000))
         self._sock.settimeout(None)
         try:
             self._receive(count, socket.MSG_WAITALL)

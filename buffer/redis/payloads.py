@@ -26,15 +26,7 @@ from buffer.wire.framing import Compression, compress
 
 T = TypeVar("T")
 
-UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
-
-_KEPT_BYTES = 128 * 2**20  # malloc keeps no more for the next read: that gets pages of its own
-
 PROMPT = "-prompt"  # ends the token of an imported prompt, which becomes its group's `init`
-
-_HEADER_BYTES = 16  # more than Redis puts around a string in the same allocation (10)
-
-_CUT_FROM_BYTES = 8192  # below it, a second key costs more than it saves
 
 _MOST_WASTE = 1 / 16  # share of a payload that may be wasted; above it, cut once more
 
@@ -123,7 +115,8 @@ class PayloadStore:
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
         rounds = list(by_size((ref.size or BYTES_PER_VALUE, ref) for ref in refs))
-        own_pages = sum(ref.size for ref in refs) >= _KEPT_BYTES
+        # malloc keeps no more for the next read: that gets pages of its own
+        own_pages = sum(ref.size for ref in refs) >= 128 * 2**20
 
         def read(batch: Sequence[PayloadRef]) -> list[Whole]:
             entries = [(self._names(ref), ref.size) for ref in batch]
@@ -183,7 +176,7 @@ class PayloadStore:
 
 def _set(name: str, part: Pieces) -> SetCommand:
     # NX: a repeated write must not set an expiry on bytes that a script has accepted meanwhile
-    return ("SET", name, part, "EX", UNPINNED_S, "NX")
+    return ("SET", name, part, "EX", 3600, "NX")  # unless a script accepts it, it goes
 
 
 def by_size(sized: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
@@ -210,8 +203,8 @@ def chunk_sizes(size: int, by_class: bool) -> list[int]:
     """
     full, rest = divmod(size, BYTES_PER_VALUE)
     sizes = [BYTES_PER_VALUE] * full
-    if by_class and rest >= _CUT_FROM_BYTES:
-        stored = rest + _HEADER_BYTES
+    if by_class and rest >= 8192:  # below it, a second key costs more than it saves
+        stored = rest + 16  # more than Redis puts around a string in the same allocation (10)
         step = 1 << (stored.bit_length() - 3)  # between this size class and the next
         over = stored % step
         if over and step - over > rest * _MOST_WASTE:

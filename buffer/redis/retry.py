@@ -126,10 +126,6 @@ class OutageLog:
                     outage.report("")
 
 
-_OUTAGE_S = 3.0
-"""A longer time between two polls is an outage: calls between them waited for the server."""
-
-
 class OutageClock:
     """Measures how long a server has answered without an outage.
 
@@ -144,7 +140,7 @@ class OutageClock:
     def poll(self) -> float:
         """Return the seconds of uninterrupted service so far. Call it after each answer."""
         now = time.monotonic()
-        if now - self._polled > _OUTAGE_S:
+        if now - self._polled > 3.0:  # longer than any pause between polls: the server was away
             self._since = now
             self.had_outage = True
         self._polled = now

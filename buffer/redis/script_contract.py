@@ -219,21 +219,18 @@ class ScriptHeader:
 
     def prologue(self) -> str:
         """Return Lua that refuses the first wrong key or argument, and declares the locals."""
-        lines = [*self._counts("KEYS"), *self._counts("ARGV"), *self._run()]
+        lines = [*self._counts("KEYS"), *self._counts("ARGV")]
+        meta = next((slot for slot in self.slots if slot.names == ("meta",)), None)
+        # `HASH*`: this script creates the run, so the run may be missing
+        if self.writes and self.fixed("KEYS") and not (meta and meta.types == ("HASH*",)):
+            lines.append(f"local missing = missing_run(KEYS[1], {'true' if meta else 'false'})")
+            lines.append("if missing then return missing end")
         # arguments first: their checks need no command
         for slot in sorted(self.slots, key=lambda slot: slot.array):
             if slot.array == "KEYS" and not self.writes:
                 continue  # a read-only script may find a wrong type while it reads
             lines += slot.lines()
         return "\n".join([*lines, *self._locals()])
-
-    def _run(self) -> Iterator[str]:
-        """Yield Lua that refuses a run that is gone."""
-        meta = next((slot for slot in self.slots if slot.names == ("meta",)), None)
-        # `HASH*`: this script creates the run, so the run may be missing
-        if self.writes and self.fixed("KEYS") and not (meta and meta.types == ("HASH*",)):
-            yield f"local missing = missing_run(KEYS[1], {'true' if meta else 'false'})"
-            yield "if missing then return missing end"
 
     def _locals(self) -> Iterator[str]:
         if names := self.fixed("KEYS"):

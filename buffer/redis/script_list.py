@@ -28,9 +28,11 @@ def _as_json(script: Script) -> dict[str, Any]:
         for array in ("KEYS", "ARGV")
     }
     if script.name in OF_A_WORKER:
+        keys = Keys("any")
+        names = keys.slots(task="<task>", worker="<worker>")
         for slot in slots["KEYS"]:
             if not slot["tail"]:
-                slot["key"] = _key(slot["names"][0])
+                slot["key"] = names[slot["names"][0]].removeprefix(keys.prefix)
     after_shebang = sources()[script.name].splitlines()[1:]
     contract = [
         line.removeprefix("-- ")
@@ -43,12 +45,6 @@ def _as_json(script: Script) -> dict[str, Any]:
         "contract": contract,
         "source": script.source,
     }
-
-
-def _key(slot: str) -> str:
-    """Return a key without `rmq:{RUN}:`, with `<task>` and `<worker>` as placeholders."""
-    keys = Keys("any")
-    return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
 
 
 def _slot(slot: Slot) -> dict[str, Any]:

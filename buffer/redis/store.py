@@ -39,8 +39,6 @@ from buffer.redis.url import SOCKET_TIMEOUT_S, Servers
 
 T = TypeVar("T")
 
-_BACKOFF = Backoff(0.05, 2.0)
-
 _LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
 """Replies to a process that no longer knows the state of its run."""
 
@@ -263,7 +261,7 @@ class Store:
         self._outages.failed(what, cause, is_full=isinstance(error, OutOfMemoryError))
         self.retries += 1
         self.servers.forget_slots()  # an error may mean that the key has moved to another node
-        pause_s = _BACKOFF.pause_s(attempt)
+        pause_s = Backoff(0.05, 2.0).pause_s(attempt)
         time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
 
 

@@ -72,7 +72,6 @@ SOCKET_TIMEOUT_S = 15.0  # longer than any script runs, shorter than a lease las
 
 _CONNECT_TIMEOUT_S = 5.0
 _SENTINEL_TIMEOUT_S = 2.0
-_SENTINEL_PORT = 26379
 
 
 def open_client(
@@ -165,7 +164,7 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
     }
     tls = {name: value for name, value in login.items() if name.startswith("ssl")}
     watch = Sentinel(  # type: ignore[no-untyped-call]
-        [(host.hostname or "", host.port or _SENTINEL_PORT) for host in sentinels],
+        [(host.hostname or "", host.port or 26379) for host in sentinels],
         sentinel_kwargs={**patience, **of_sentinels, **tls, "retry": Retry(NoBackoff(), 0)},
     )
     primary: _Primary = watch.master_for(service, _Primary, **settings, **login)  # type: ignore[no-untyped-call]

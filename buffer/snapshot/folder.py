@@ -35,8 +35,6 @@ MANIFEST = "manifest.json"
 KEYS = "keys.msgpack"
 FILES = "files"
 
-LARGEST_ITEM = 1 << 30  # bytes: the pool of the largest run that was tried has 60 MB
-
 
 class Item(NamedTuple):
     kind: str
@@ -86,7 +84,8 @@ def read_items(folder: Path) -> Iterator[Item]:
     file = folder / KEYS
     with file.open("rb") as stream:
         try:
-            for kind, key, value in msgpack.Unpacker(stream, max_buffer_size=LARGEST_ITEM):
+            # the pool of the largest run that was tried has 60 MB
+            for kind, key, value in msgpack.Unpacker(stream, max_buffer_size=1 << 30):
                 yield Item(kind, key, value)
         except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise SnapshotError(f"{file}: not a list of keys: {error}") from error

@@ -47,11 +47,6 @@ SUFFIX = ".delta"
 BLOCK_WORDS = 1 << 16
 CHUNK_WORDS = 1 << 23  # words that a thread compares at once: 16 MiB of each version
 
-MAX_INDEX_BYTES = 1 << 26
-
-LARGEST_SHARE = 0.5
-"""Largest share of the whole version's bytes for which changes are worth a chain."""
-
 PREFIX = ".base-"
 
 LEVEL = 1  # of deflate: level 3 is 4 % smaller, and takes three times as long
@@ -149,7 +144,7 @@ def _index(stream: IO[bytes]) -> tuple[int, list[tuple[int, int]]]:
     """Return all words, and of each chunk how many are changed, and its bytes."""
     try:
         size = int.from_bytes(stream.read(8), "little")
-        found = orjson.loads(stream.read(min(size, MAX_INDEX_BYTES)))
+        found = orjson.loads(stream.read(min(size, 1 << 26)))  # `size` may be damaged
         return int(found["words"]), [(int(count), int(size)) for count, size in found["chunks"]]
     except (ValueError, KeyError, TypeError) as error:
         raise WireError(f"not a file of changes: {error!r}") from error
@@ -229,7 +224,7 @@ class DeltaSender:
         if self._base and 0 < len(self._chain) < self._delta_base_every:
             written = write(folder, whole, *self._base)
             log.info("weights as changes", extra={"bytes": written, "whole_bytes": size})
-            if written <= LARGEST_SHARE * size:
+            if written <= 0.5 * size:  # else a chain is not worth it
                 return WrittenFiles()
             for file in folder.iterdir():
                 file.unlink()

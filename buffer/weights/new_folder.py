@@ -10,8 +10,6 @@ from tempfile import gettempdir
 
 from buffer.errors import ModelError
 
-MEMORY_FOLDER = Path("/dev/shm")
-
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
@@ -45,6 +43,6 @@ def temporary_prefix(folder: Path) -> str:
 
 def clear_temporary(prefix: str) -> None:
     """Delete the temporary folders of a trainer that was killed while it wrote."""
-    for parent in {MEMORY_FOLDER, Path(gettempdir())}:
+    for parent in {Path("/dev/shm"), Path(gettempdir())}:
         for folder in parent.glob(f"{prefix}*"):
             shutil.rmtree(folder, ignore_errors=True)

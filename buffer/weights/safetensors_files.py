@@ -14,8 +14,6 @@ import orjson
 
 from buffer.errors import ModelError
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
-
 CHECKSUM_BLOCKS = 4
 CHECKSUM_BLOCK_BYTES = 4096
 """How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
@@ -71,7 +69,7 @@ class TensorHeader(NamedTuple):
 def read_header(stream: IO[bytes]) -> TensorHeader:
     """Read the header from the beginning of a file. Raises ValueError, OSError."""
     length = int.from_bytes(stream.read(8), "little")
-    if not 0 < length <= MAX_HEADER_BYTES:
+    if not 0 < length <= 100_000_000:  # the limit of the format itself
         raise ValueError(f"impossible header length: {length} bytes")
     header = orjson.loads(stream.read(length))
     data_start = 8 + length

@@ -78,7 +78,6 @@ from buffer.wire.seal import Seal
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
 _DATA_KEY = msgpack.packb("data")
 _BIN_32 = struct.Struct(">BI")
-_BIN_32_TYPE = 0xC6
 _NO_DATA = msgpack.packb(b"")
 # by the number of bytes to the alignment
 _PADS = [
@@ -208,5 +207,5 @@ def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
 
 def _document(head: bytes, pieces: list[bytes | memoryview], size: int) -> list[bytes | memoryview]:
     missing = -(len(head) + len(_PADS[0]) + _BIN_32.size) % ALIGNMENT
-    start = b"".join([head, _PADS[missing], _BIN_32.pack(_BIN_32_TYPE, size)])
+    start = b"".join([head, _PADS[missing], _BIN_32.pack(0xC6, size)])
     return [start, *pieces]

@@ -26,14 +26,13 @@ Ints = NDArray[np.int64]
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "mask")
 
-_BATCHES = 4  # only the newest: a trainer may keep groups for good, for example to show them
-
 
 class DeliveredGroups:
     """Groups of the newest batches, as long as the trainer holds them."""
 
     def __init__(self) -> None:
-        self._batches: deque[list[ref[RolloutGroup]]] = deque(maxlen=_BATCHES)
+        # only the newest: a trainer may keep groups for good, for example to show them
+        self._batches: deque[list[ref[RolloutGroup]]] = deque(maxlen=4)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
         self._batches.append([ref(group) for group in groups])

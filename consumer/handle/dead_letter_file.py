@@ -28,9 +28,7 @@ from buffer.run.run import Run
 log = logging.getLogger("rolloutmq.trainer")
 
 FILE = "dead_letters.jsonl"
-MOST = 500  # letters, the newest; their reasons are bounded
 EVERY_S = 10.0
-LAST_S = 5.0  # for the last look, where the server may be gone
 
 
 @contextmanager
@@ -45,7 +43,7 @@ def kept_dead_letters(run: Run, folder: Path) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        keeper.join(LAST_S)
+        keeper.join(5.0)  # for the last look, where the server may be gone
 
 
 def _keep(run: Run, folder: Path, is_over: threading.Event) -> None:
@@ -55,7 +53,8 @@ def _keep(run: Run, folder: Path, is_over: threading.Event) -> None:
     while not is_last:
         is_last = is_over.wait(EVERY_S)
         try:
-            letters = list(islice(run.dead_letters.newest(), MOST))
+            # their reasons are bounded
+            letters = list(islice(run.dead_letters.newest(), 500))
             known = [(letter.gid, letter.tries, letter.reason) for letter in letters]
             if known != written and (known or (folder / FILE).exists()):
                 write_dead_letters(folder, letters)

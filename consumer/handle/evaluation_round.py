@@ -25,8 +25,6 @@ from buffer.wire.group import RolloutGroup
 from consumer.handle.reader import BatchReader
 from consumer.handle.taker import BatchTaker, WaitOptions
 
-MOST_TAKEN = 1024  # groups that a batch contains at most
-
 
 class Evaluated(list[RolloutGroup]):
     """The groups of an evaluation, in the order of their draws.
@@ -119,7 +117,7 @@ class EvaluationRound:
                 )
             if not account.completed:
                 return Manifest(self._step, "", ())
-        count = min(account.completed, MOST_TAKEN)
+        count = min(account.completed, 1024)  # groups that a batch contains at most
         return ledger.take(self._nonce, self._step, {self.task: count})
 
     def _read(self, manifest: Manifest, allows_newer: bool) -> Evaluated | None:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 MOST_BINS = 32
 LARGEST = 1e30  # values beyond it, and what is not finite, are left out
-RESOLUTION = 2.0**-20  # of values that are all equal, as a share of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,8 @@ class StepHistogram:
         if not len(found):
             return None
         low, high = float(found.min()), float(found.max())
-        span = max(high - low, RESOLUTION * max(abs(low), abs(high), 1.0))
+        # the span of values that are all equal is a share of them
+        span = max(high - low, 2.0**-20 * max(abs(low), abs(high), 1.0))
         width = max(2.0 ** math.ceil(math.log2(span / (MOST_BINS - 1))), finest)
         places = np.floor(found / width).astype(np.int64)
         first = int(places.min())

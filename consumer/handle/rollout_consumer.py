@@ -50,8 +50,6 @@ PauseMode = Literal["abort", "drain", "keep"]
 
 PREFETCH_BYTES = 64 * 2**20  # payloads that are read ahead
 
-FETCH_POLL_S = 0.1
-
 __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
 
@@ -299,7 +297,7 @@ class RolloutConsumer:
         """
         until = time.monotonic() + self._run.limits.pause_timeout_s
         while time.monotonic() < until and not self._stop.is_set():
-            if unless.wait(FETCH_POLL_S) or not self._run.receipts.silent(announced.epoch):
+            if unless.wait(0.1) or not self._run.receipts.silent(announced.epoch):
                 return
             self.role.check()
 

@@ -20,8 +20,6 @@ from buffer.manifest import Manifest
 from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 
-BLOCK_MS = 1000  # longest wait for an event before the ledger is asked again
-
 
 @dataclass(frozen=True, slots=True)
 class ShadowBatch:
@@ -58,7 +56,7 @@ class ShadowConsumer:
                     taken = self._run.ledger.steps().taken
             if is_over and self._next > taken:
                 return
-            if news := events.read(last, block_ms=BLOCK_MS):
+            if news := events.read(last, block_ms=1000):  # then the ledger is asked again
                 last = news[-1][0]
 
     def _read(self, step: int) -> ShadowBatch | None:

@@ -33,9 +33,6 @@ Checkpoint = Callable[[], object]
 
 POLL_S = 1.0  # longest wait for a wake-up before the ledger is asked again
 
-# Shortest time between two reports: every group wakes the trainer, and a report costs requests.
-EXPLAIN_S = 1.0
-
 
 class WaitClock:
     """Adds up the time that one thread waits; any thread may read it.
@@ -165,7 +162,7 @@ class BatchTaker:
                 wanted = outlook.obtainable(counts, answer)
                 outlook.check(answer)
                 if options.waiting and now >= next_report:
-                    next_report = now + EXPLAIN_S
+                    next_report = now + 1.0  # every group wakes it, and a report costs requests
                     options.waiting(explain(self._run, step, answer))
                 if answer.checkpoint_now:
                     _free_memory(step, options)

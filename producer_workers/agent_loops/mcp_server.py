@@ -22,8 +22,6 @@ START_S = 60.0  # until a server must answer
 
 ALIVE_S = 10.0  # for a server to answer beside a call that took too long
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 def keep_loopback_direct() -> None:
     """Add loopback to `no_proxy` of this process and of the programs that it starts.
@@ -35,7 +33,7 @@ def keep_loopback_direct() -> None:
     known = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
     hosts = [host.strip() for value in known for host in value.split(",")]
     if "*" not in hosts:
-        value = ",".join(dict.fromkeys(filter(None, [*hosts, *_LOOPBACK])))
+        value = ",".join(dict.fromkeys(filter(None, [*hosts, "127.0.0.1", "localhost", "::1"])))
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = value
 
 

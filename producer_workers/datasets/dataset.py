@@ -25,8 +25,6 @@ from buffer.wire.sampling import StructuredOutput
 if TYPE_CHECKING:
     from producer_workers.images import ImageFile
 
-_ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have halves of a few bits
-
 
 class RowPlace(NamedTuple):
     """The epoch of a draw (0 is the first), and the row of the data set."""
@@ -60,7 +58,8 @@ def _feistel(value: int, half_bits: int, key: bytes) -> int:
     mask = (1 << half_bits) - 1
     left = value >> half_bits
     right = value & mask
-    for number in range(_ROUNDS):
+    # 4 are enough in theory for large halves; small data sets have halves of a few bits
+    for number in range(8):
         block = bytes([number]) + right.to_bytes(8, "little")
         mixed = int.from_bytes(blake2b(block, key=key, digest_size=8).digest(), "little")
         left, right = right, left ^ (mixed & mask)

@@ -88,8 +88,6 @@ _SECTION: TypeAdapter[DatasetSection] = TypeAdapter(DatasetSection)
 
 OPEN_S = 3600.0  # time to open a data set; JSON lines are read whole
 
-SHOW_S = 60.0  # time after which the log shows where the opening is
-
 LENGTH = -1  # in place of a row
 
 
@@ -102,7 +100,7 @@ class DatasetBorder(Border):
     def load(self, path: str, options: Mapping[str, Any]) -> Any:
         given = dict(options)
         section = _SECTION.validate_python(given.pop("section"))
-        faulthandler.dump_traceback_later(SHOW_S)
+        faulthandler.dump_traceback_later(60.0)  # then the log shows where the opening is
         try:
             return open_here(section, Path(given.pop("problems_dir")), **given)
         finally:

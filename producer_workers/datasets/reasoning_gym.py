@@ -20,9 +20,7 @@ from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
 from producer_workers.judges.built_in import SOURCE_PREFIX, check_safe, score_entry, task_datasets
 
-_FORMAT = 1  # of the files; a change makes them anew
 _MISSES = 1000  # entries in a row without a new problem, after which there are no more
-_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class ProblemFiles(NamedTuple):
@@ -45,7 +43,8 @@ def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     train = section.size - section.warm_start_size - section.held_out_size
     sizes = (section.warm_start_size, train, section.held_out_size)
     files = ProblemFiles.within(out_dir)
-    made_of = {"format": _FORMAT, **section.model_dump(mode="json")}
+    # a change of `format` makes the files anew
+    made_of = {"format": 1, **section.model_dump(mode="json")}
     mark = out_dir / "problems.json"
     is_whole = all(file.exists() for file, size in zip(files, sizes, strict=True) if size)
     with suppress(OSError, ValueError):
@@ -107,7 +106,7 @@ def _line(section: ReasoningGymSection, entry: Mapping[str, Any]) -> bytes | Non
         "extra": extra,
     }
     try:
-        line = orjson.dumps(record, option=_JSON)
+        line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except TypeError as error:
         raise ConfigError(
             f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}"

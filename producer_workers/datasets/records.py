@@ -183,9 +183,6 @@ class RecordsDataset:
         return make_problem(self._to_problem, read, self._name_row(row), self._largest)
 
 
-KEPT = 1024  # records that can be read again: a producer may draw more than it has room to start
-
-
 class StreamDataset:
     """Row n is the n-th record of each pass over a torch DataLoader or any iterable. Thread-safe.
 
@@ -230,7 +227,8 @@ class StreamDataset:
         self._epoch = -1
         self._next = 0
         self._records: Iterator[Any] = iter(())
-        self._kept: deque[Any] = deque(maxlen=KEPT)
+        # a producer may draw more than it has room to start
+        self._kept: deque[Any] = deque(maxlen=1024)
 
     def __len__(self) -> int:
         return self._rows

@@ -30,8 +30,6 @@ HINT = (
     "convert the record"
 )
 _STAY = frozenset((float, bool, NoneType, bytes))
-_BASES: tuple[type[Any], ...] = (str, int, float, bytes)
-_AS_TEXT = (UUID, Fraction, PurePath)
 _SHOWN = 80  # characters of a place or a value in an error
 
 
@@ -133,12 +131,13 @@ def _other(value: Any, depth: int) -> Any:
         return plain(value.value, depth + 1)
     if isinstance(value, np.generic | np.ndarray):
         return _of_numpy(value, depth)
-    for kind in _BASES:
+    kind: type[Any]
+    for kind in (str, int, float, bytes):
         if isinstance(value, kind):
             return plain(kind(value))
     if isinstance(value, date | time | timedelta | Decimal):
         return _quantity(value)
-    if isinstance(value, _AS_TEXT):
+    if isinstance(value, (UUID, Fraction, PurePath)):
         return _text(str(value))
     if isinstance(value, bytearray | memoryview):
         return bytes(value)

@@ -18,8 +18,6 @@ log = logging.getLogger("rolloutmq.worker")
 
 BACKOFF = Backoff(1.0, 60.0, jitter=0.0)  # pauses before an engine is started again
 
-STEADY_S = 600.0  # an engine that lived this long died of another cause: count restarts anew
-
 
 async def serve(
     start: Callable[[], Awaitable[Engine]],
@@ -41,7 +39,8 @@ async def serve(
             died = error
         finally:
             await engine.shutdown()
-        restarts = 0 if time.monotonic() - began > STEADY_S else restarts
+        # an engine that lived this long died of another cause: count anew
+        restarts = 0 if time.monotonic() - began > 600.0 else restarts
         engine, restarts = await _restart(start, died, restarts, most)
 
 

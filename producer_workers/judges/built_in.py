@@ -41,8 +41,6 @@ UNSAFE_TASKS = frozenset(
     }
 )
 
-TEST_S = 10.0  # seconds for one test
-
 
 def no_score(*, response: str, ground_truth: Any = None, state: object = None) -> float:
     """Return 0, for tasks that are learned from teachers alone."""
@@ -72,7 +70,7 @@ def python_tests(
     return {"score": score, "passed_all": float(all(passed)), UNPARSED: 0.0}
 
 
-_LIMITS = Limits(time_s=TEST_S, output_kb=16 * 1024)  # all that `file_mb` lets a program print
+_LIMITS = Limits(time_s=10.0, output_kb=16 * 1024)  # all that `file_mb` lets a program print
 
 
 def _passes(program: str, test: Test, sandbox: str) -> bool:
@@ -96,7 +94,6 @@ _FENCE = re.compile(
 )
 _PYTHON = re.compile(r"\W*(?:i?python|py)[\d.]*\b", re.IGNORECASE)
 _END = re.compile(r"[ \t>]*(?:`{3,}|~{3,})[ \t]*$")
-_MOST_ENDS = 16  # closing fences that are tried: a docstring may hold some
 
 
 class Block(NamedTuple):
@@ -133,7 +130,7 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
             continue
         fence, language = opening["fence"], opening["info"].strip()
         first = bisect_left(bare, at)
-        near = bare[first : first + _MOST_ENDS]
+        near = bare[first : first + 16]  # a docstring may hold some
         ends = [end for end in near if lines[end].strip(" \t>").startswith(fence)]
         ends = ends or [len(lines)]  # cut off
         texts = [_dedented(lines[at:end], opening["indent"]) for end in ends]

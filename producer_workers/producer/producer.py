@@ -56,8 +56,6 @@ class Prompt(NamedTuple):
 
 DRAW_S = 1.0  # groups of a slow data set start after this time, with the prompts drawn until then
 
-PREPARED = 16  # prompts drawn ahead between two polls of the control state
-
 
 class TaskProducer:
     """Starts the groups of one task: interrupted and expired ones, then new prompts (I3, I12).
@@ -166,7 +164,8 @@ class TaskProducer:
         missing = (draw for draw in wanted if draw not in self._ahead)
         try:
             until_s = time.monotonic() + DRAW_S
-            for draw in islice(missing, PREPARED):
+            # prompts drawn ahead between two polls of the control state
+            for draw in islice(missing, 16):
                 self._prompt(draw)
                 if time.monotonic() > until_s:
                     break

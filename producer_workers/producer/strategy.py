@@ -116,8 +116,6 @@ Once it returns False, the next batch is made of the ready groups.
 
 LIMIT_S = 30.0  # no group is started before the decision is made
 
-MEMORY_MB = 4096
-
 
 class ContinueBorder(Border):
     def call(self, function: Any, *arguments: Any) -> Any:
@@ -134,7 +132,7 @@ CONTINUE = ContinueBorder(tuple[int, int, TaskProgress])
 def continue_call(spec: str, function: Callable[..., Any]) -> ShouldContinue:
     """Return what calls a user's `should_continue_fn`, from a thread of the producer."""
     what = f"should_continue_fn {spec!r}"
-    rules = Rules(what=what, name=spec, limit_s=LIMIT_S, limit_key="", memory_mb=MEMORY_MB)
+    rules = Rules(what=what, name=spec, limit_s=LIMIT_S, limit_key="", memory_mb=4096)
     call = BlockingCall(call_of(function, f"{__name__}:CONTINUE", rules, path=spec))
 
     def should_continue(completed: int, wanted: int, *, progress: TaskProgress) -> bool:

@@ -22,7 +22,6 @@ from buffer.errors import SandboxUnavailable
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _PROGRAM = "/program.py"
-_ROOT_BYTES = 1 << 20
 _NOBODY = "65534"
 _WEAK = 'or accept less protection with sandbox = "weak" (see SECURITY.md)'
 
@@ -34,7 +33,7 @@ def caged(program: IO[bytes], rules: IO[bytes], disk_mb: int) -> list[str]:
         *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"),
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
         *("--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox", "--setenv", "HOME", "/tmp"),
-        *("--size", str(_ROOT_BYTES), "--tmpfs", "/"),
+        *("--size", str(1 << 20), "--tmpfs", "/"),
         # before the interpreter, which may lie below /tmp
         *("--size", str(disk_mb << 20), "--tmpfs", "/tmp"),
         *(word for path in readable for word in ("--ro-bind-try", path, path)),

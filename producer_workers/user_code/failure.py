@@ -21,10 +21,7 @@ _OURS = tuple(
     f"{_ROOT / name}/" for name in ("buffer", "consumer", "producer_workers", "rolloutmq")
 )
 _LIBRARIES = (f"{sys.prefix}/", f"{sys.base_prefix}/", "<")
-_MOST_FRAMES = 8
-_MOST_ERRORS = 3  # of a chain: the error, and what it was raised from
 
-MOST_CAUSES = 1000  # that a process counts
 RAISED = Counter[str]()  # failures of this process, by cause
 
 
@@ -35,7 +32,7 @@ def user_trace(error: BaseException) -> str:
     """
     lines: list[str] = []
     following: BaseException | None = error
-    for _ in range(_MOST_ERRORS):
+    for _ in range(3):  # the error, and what it was raised from
         if following is None:
             break
         if isinstance(following, UserCodeError) and following.trace:
@@ -61,7 +58,7 @@ def _lines(error: BaseException) -> list[str]:
     users = [each for each in others if is_of_user(each.filename)]
     if not others or (not users and found[-1].filename.startswith(_OURS)):
         return []
-    frames = traceback.format_list((users or others)[-_MOST_FRAMES:])
+    frames = traceback.format_list((users or others)[-8:])
     shown = "".join(frames).rstrip("\n").split("\n")
     return ["Traceback (most recent call last):", *shown, describe(error)]
 
@@ -77,7 +74,7 @@ def log_once(text: str) -> None:
     `text`: of the failure (`buffer.failure_text`).
     """
     cause = cause_of(text)
-    if cause not in RAISED and len(RAISED) >= MOST_CAUSES:
+    if cause not in RAISED and len(RAISED) >= 1000:
         RAISED.clear()
     RAISED[cause] += 1
     times = RAISED[cause]

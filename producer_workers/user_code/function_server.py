@@ -163,9 +163,6 @@ def _encoded(border: Border, outcome: CallOutcome) -> bytes:
     return data
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def limit_memory(memory_mb: int) -> None:
     """Limit the address space of this process, and write no core file."""
     lower(resource.RLIMIT_AS, memory_mb * 2**20)
@@ -182,6 +179,6 @@ def lower(limit: int, value: int) -> None:
 def end_with_parent(parent: int) -> None:
     """Have the kernel (Linux only) kill this process when `parent` ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it ended before the line above
             os._exit(1)

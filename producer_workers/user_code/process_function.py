@@ -261,11 +261,7 @@ Call = Callable[..., Awaitable[Any]]
 # Returns new arguments for a call that is repeated because its process ended.
 Again = Callable[[], tuple[Any, ...]]
 
-END_S = 5.0  # time for the functions that are called from threads to end with this process
-
 _OPEN = weakref.WeakSet["UserFunction | ProcessFunction"]()
-
-CROWD = 8  # calls in one process from which on another one starts, up to the allowed number
 
 
 class ProcessFunction:
@@ -327,7 +323,8 @@ class ProcessFunction:
         self._processes = [process for process in self._processes if not process.is_ended]
         fitting = [process for process in self._processes if process.room > 0]
         found = max(fitting, key=lambda process: process.room, default=None)
-        is_crowded = found is not None and found.room <= ROOM[self._rules.mode] - CROWD
+        # another process starts from eight calls in one, up to the allowed number
+        is_crowded = found is not None and found.room <= ROOM[self._rules.mode] - 8
         if found is None or (is_crowded and len(self._processes) < self._rules.processes):
             is_shared = ROOM[self._rules.mode] > 1
             found = UserProcess(self._order, self._border, self._rules, is_shared=is_shared)
@@ -384,7 +381,7 @@ def _background_loop() -> asyncio.AbstractEventLoop:
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
     with suppress(TimeoutError):
-        asyncio.run_coroutine_threadsafe(_settle(), loop).result(END_S)
+        asyncio.run_coroutine_threadsafe(_settle(), loop).result(5.0)
 
 
 async def _settle() -> None:

@@ -39,8 +39,6 @@ log = logging.getLogger("rolloutmq.worker")
 
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
-_CHUNK = 64 * 1024  # bytes that are read at once
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -198,7 +196,7 @@ def _read(
             open_streams.register(stream, selectors.EVENT_READ, number)
         while open_streams.get_map():
             for key, _ in open_streams.select(max(0.0, deadline - time.monotonic())):
-                chunk = os.read(key.fd, _CHUNK)
+                chunk = os.read(key.fd, 64 * 1024)
                 kept = outputs[key.data]
                 kept += chunk[: (limits.output_kb << 10) - len(kept)]
                 sizes[key.data] += len(chunk)
@@ -216,8 +214,6 @@ def _read(
 
 
 RETRIES = 3  # further attempts where a service does not answer
-
-WAIT_S = 30.0  # for the queue of a service, beside the time of the program
 
 
 class _Result(BaseModel):
@@ -238,7 +234,8 @@ async def run_at(url: str, program: str, stdin: str, limits: Limits) -> ProgramR
     what = f"sandbox {url}"
     hint = "check the service"
     address = url.rstrip("/").removesuffix("/run_code") + "/run_code"
-    service = Service(what, address, limits.time_s + WAIT_S, RETRIES, hint)
+    # 30 s for the queue of the service
+    service = Service(what, address, limits.time_s + 30.0, RETRIES, hint)
     question = {
         "code": program,
         "language": "python",

@@ -30,8 +30,6 @@ from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 
-KV_SHORT = 0.95  # share of the KV cache from which an engine begins to evict requests
-
 START = 8  # groups that a worker begins with
 
 # Polls in a row that must find a queue: new requests wait for a moment in every engine.
@@ -61,7 +59,8 @@ class AdaptiveConcurrency:
     def observe(self, load: EngineLoad, held: int) -> int:
         """Return the new limit, given the engine's load while `held` groups are sampled."""
         too_many = held * load.waiting // max(1, load.running + load.waiting)
-        self._queued = self._queued + 1 if too_many or load.kv_usage > KV_SHORT else 0
+        # above 95 % of the KV cache, an engine begins to evict requests
+        self._queued = self._queued + 1 if too_many or load.kv_usage > 0.95 else 0
         # above the limit, the last decrease has not had its effect yet
         if self._queued >= QUEUED_POLLS and held <= self.limit:
             too_many = too_many or ceil(held / 8)

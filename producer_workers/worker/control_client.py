@@ -27,8 +27,6 @@ from producer_workers.worker.inbox import (
 
 log = logging.getLogger("rolloutmq.worker")
 
-RECONNECT_S = 1.0  # time between two attempts to open a control line
-
 
 class ControlView:
     """The control state as a worker knows it. `ack`: the epoch that it carried out.
@@ -104,7 +102,7 @@ class ControlClient:
         try:
             while True:
                 await self._hold()
-                await asyncio.sleep(RECONNECT_S)
+                await asyncio.sleep(1.0)
         except Exception as error:
             self._inbox.post(PartEnded(error))
 

@@ -28,8 +28,6 @@ from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartEnded
 
 log = logging.getLogger("rolloutmq.worker")
 
-RATE_S = 1.0  # shortest time over which tokens per second are measured
-
 
 class TokenRate:
     """Tokens per second between the last two calls that were far enough apart."""
@@ -43,7 +41,7 @@ class TokenRate:
         """Return the rate; `tokens`: all that were made so far."""
         now = time.monotonic()
         seconds = now - self._measured_at
-        if seconds > RATE_S:
+        if seconds > 1.0:  # shortest time over which tokens per second are measured
             self._rate = (tokens - self._tokens) / seconds
             self._measured_at = now
             self._tokens = tokens
@@ -140,7 +138,6 @@ BLOCKED_S = 2.0  # time without a turn of the loop that is logged
 STUCK_S = 600.0  # time after which a blocked loop counts as stuck
 
 POLL_S = 0.5
-REPEAT_S = 60.0
 
 
 class LoopWatch:
@@ -177,5 +174,5 @@ class LoopWatch:
                 )
                 if self.is_stuck():
                     log.error("the event loop is stuck: the groups of this worker go to others")
-                wait_s = REPEAT_S
+                wait_s = 60.0
             self._awaited_s = math.inf

@@ -22,8 +22,6 @@ from producer_workers.worker.shared_engine import SharedEngine
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-CANCEL_S = 1.0  # seconds for an agent loop to return after its requests were aborted
-
 
 class HeldGroups:
     """The running groups of one worker; each starts once and ends once, as a PartEnded.
@@ -165,7 +163,8 @@ class HeldGroups:
             yield
 
     def _end_soon(self, jobs: Iterable[Job]) -> None:
-        self._cancel_at |= dict.fromkeys(jobs, time.monotonic() + CANCEL_S)
+        # seconds for an agent loop to return after its requests were aborted
+        self._cancel_at |= dict.fromkeys(jobs, time.monotonic() + 1.0)
 
     async def end_some(self) -> None:
         """Abort what these jobs sample, also in a frozen engine; cancel loops that do not return.

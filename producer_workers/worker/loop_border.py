@@ -31,8 +31,6 @@ DRAWN = (
     "ground_truth",
 )
 
-_RECORDS = (GROUP_TIME, *AGENT_RECORD)
-
 _APPEND = (
     "use state.append(made.token_ids, made.logprobs, made.spans, **made.columns) for sampled "
     "tokens, state.read(ids) for all others"
@@ -135,7 +133,7 @@ class LoopInput:
             fields[name] = getattr(drawn, name)
         if _begins(state):
             fields["extra"] = dict(drawn.extra)
-            for name in _RECORDS:
+            for name in (GROUP_TIME, *AGENT_RECORD):
                 if name in state.extra:
                     fields["extra"][name] = own_copy(state.extra[name])
         return fields

@@ -78,7 +78,6 @@ from producer_workers.worker.weight_updates import WeightUpdates
 log = logging.getLogger("rolloutmq.worker")
 
 IDLE_S = 1.0  # an idle worker takes a step at least this often
-ABORT_S = 0.05  # time between two aborts of the same groups
 HAND_BACK_S = 5.0  # how long a leaving worker waits for aborted groups before it hands them back
 
 
@@ -168,7 +167,8 @@ class Worker:
                 self._step = asyncio.create_task(self._take_step())
             aborting = control.mode is Mode.ABORT and not control.is_carried_out
             await self._handle_events(
-                ABORT_S if aborting or self._groups.are_ending else IDLE_S,
+                # time between two aborts of the same groups
+                0.05 if aborting or self._groups.are_ending else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:

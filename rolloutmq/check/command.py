@@ -38,8 +38,6 @@ GpuMemory = Annotated[
 ]
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("BAD", "bold red")}
-PROMPT_LINES = 10
-PROMPT_CHARACTERS = 800  # of a prompt in the report
 
 
 @command("check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
@@ -149,7 +147,7 @@ def _show(screen: Console, findings: Sequence[Finding]) -> None:
     screen.print(grid)
     for found in findings:
         if text := found.text:
-            lines = "\n".join(text[:PROMPT_CHARACTERS].splitlines()[:PROMPT_LINES])
+            lines = "\n".join(text[:800].splitlines()[:10])
             cut = lines if len(lines) == len(text) else f"{lines}…"
             screen.print(Panel.fit(Text(cut), title=found.what, title_align="left"))
     errors, warnings = (sum(f.level == level for f in findings) for level in ("error", "warning"))

@@ -39,7 +39,6 @@ from rolloutmq.presets import find_config
 STAGES = ("functions", "model", "data")
 START_S = 600.0  # a process imports what its stage needs within this time
 LIMIT_S = 300.0  # for one unit, beside the time that it expects to wait
-EXIT_S = 5.0  # a finished process exits within this time: threads of user code may keep it
 
 
 def units_of(stage: str, config: Config, *, quick: bool = False) -> list[Unit]:
@@ -111,7 +110,8 @@ def run_units(
                 while line := _next_line(process, limit_s):
                     if "done" in line:
                         with suppress(subprocess.TimeoutExpired):
-                            process.wait(EXIT_S)  # it removes its scratch files
+                            # threads of user code may keep it; it removes its scratch files
+                            process.wait(5.0)
                         return
                     if "begins" in line:
                         unit, limit_s = line, LIMIT_S + line["waits_s"]

@@ -31,8 +31,6 @@ from rolloutmq.config.small_model import small_model
 
 ROWS = 64  # rows of a data set that are made into prompts and encoded
 SHOWN = 3  # unusable rows in the report
-OPEN_S = 3600.0  # to open a large data set, or to generate one
-SCANNED = 4096  # rows of a data set whose ground truths are shown to the judges
 TRUTH, WRONG = "its ground truth", "a wrong answer"
 
 ok, warning, mistake = findings_of("data")
@@ -42,7 +40,8 @@ def units(config: Config, *, quick: bool) -> list[Unit]:
     found = []
     for name, task in config.tasks.items():
         check = _open_for_run if quick else _check_data
-        found.append(Unit("data", f"task {name}", partial(check, config, name), OPEN_S))
+        # an hour, to open a large data set, or to generate one
+        found.append(Unit("data", f"task {name}", partial(check, config, name), 3600.0))
         if not quick and task.judge != NO_JUDGE and task.eval_of is None:
             judge = partial(_check_judge, config, name)
             found.append(Unit("judge", f"task {name}: its judge", judge, task.judging.timeout_s))
@@ -131,8 +130,8 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _unjudged(task: TaskSection, dataset: Dataset) -> Iterator[DatasetError]:
-    """Yield an error for each of SCANNED rows that cannot be read, or that no judge can judge."""
-    for row in range(0, len(dataset), max(1, len(dataset) // SCANNED)):
+    """Yield an error for each of 4,096 rows that cannot be read, or that no judge can judge."""
+    for row in range(0, len(dataset), max(1, len(dataset) // 4096)):
         try:
             problem = dataset.row(row)
             check_truth(task.judge, problem.data_source, problem.ground_truth)

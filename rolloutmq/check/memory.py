@@ -26,13 +26,9 @@ from rolloutmq.config.config import Config
 GIB = 1 << 30
 # the most that logits take: the vocabulary projection is computed in chunks
 LOGITS = int(1.2 * GIB)
-LOGIT_BYTES = 20  # bytes of a logit: several copies in float32
 FULL = 0.9  # share of a GPU's memory that may be planned; the rest is for fragments and buffers
 UTILIZATION = 0.9  # share of a GPU's memory that vLLM takes by default
 ENGINE_ROOM = 2 * GIB  # activations and CUDA graphs of an engine, about
-
-
-TINY_VOCABULARY = 128  # tokens of a tokenizer that is built here, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,7 @@ def shape_of(config: Config) -> Shape:
     if config.policy.model is not None or folder.is_dir():
         return read_shape(folder)
     tiny = config.tiny_model
-    vocabulary = max(TINY_VOCABULARY, tiny.vocab_size or 0)
+    vocabulary = max(128, tiny.vocab_size or 0)  # tokens of a tokenizer that is built here, about
     attention = 2 * tiny.hidden * tiny.head_dim * (tiny.heads + tiny.kv_heads)
     layer = attention + 3 * tiny.hidden * tiny.intermediate
     return Shape(
@@ -228,7 +224,7 @@ def trainer_bytes(config: Config, shape: Shape) -> tuple[int, int]:
     if learner.sharding.cpu_offload:
         states = 0
     tokens = _tokens_of_a_pass(config)
-    logits = LOGIT_BYTES * tokens * shape.embedding // shape.width
+    logits = 20 * tokens * shape.embedding // shape.width  # several copies in float32
     projection = (width + 4) * shape.embedding + min(LOGITS, logits)
     inside = 40 * shape.width + 16 * shape.intermediate
     layers = shape.layers if not learner.gradient_checkpointing else 1

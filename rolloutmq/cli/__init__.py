@@ -59,8 +59,6 @@ Environment:
   ROLLOUTMQ_DEBUG=1  print a traceback with every error
 """
 
-PRIVATE = 0o077
-
 
 app = typer.Typer(
     name="rolloutmq",
@@ -108,7 +106,7 @@ def _set_up_process() -> None:
     # new files hold prompts, responses and weights. Only a umask also reaches files that libraries
     # and children write; [run] umask may relax it
     if sys.argv[1:2] != ["init"]:
-        os.umask(PRIVATE)
+        os.umask(0o077)
     follow_terminal()
 
 

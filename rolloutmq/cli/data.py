@@ -119,7 +119,6 @@ def restore(
 
 
 _STATUSES = (*POOLS, "init", "failed")
-_SHOWN = 20
 
 
 @command(
@@ -232,7 +231,7 @@ def _exported(file: Path, done: Exported, archived: bool) -> Iterator[str]:
     yield f"{_amount(done)}{batches} written to {file}"
     if done.unreadable:
         yield f"warning: {plural(len(done.unreadable), 'group')} left out, because unreadable:"
-        for gid, fault in list(done.unreadable.items())[:_SHOWN]:
+        for gid, fault in list(done.unreadable.items())[:20]:
             yield f"  {gid}: {fault}"
 
 

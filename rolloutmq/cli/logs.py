@@ -140,9 +140,6 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
 
 
-_BLOCK_MS = 1000
-
-
 def _print_events(run: Run, lines: int, *, follows: bool, as_json: bool) -> None:
     """Print the newest events of a run; if it `follows`, new ones, too."""
     kept = run.events.read()
@@ -159,7 +156,7 @@ def follow(run: Run, last: str | None = None) -> Iterator[tuple[str, Event]]:
     """Yield (id, event) of those after `last`, until the run or the reader of stdout ends."""
     last = last or run.events.newest()
     while True:
-        found = run.events.read(last, block_ms=_BLOCK_MS)
+        found = run.events.read(last, block_ms=1000)
         for identity, event in found:
             last = identity
             yield identity, event

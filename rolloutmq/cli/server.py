@@ -115,9 +115,6 @@ def server(
     answer.print(as_json=as_json)
 
 
-PASSWORD_BYTES = 32
-
-
 @command(
     "acl", epilog="Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl"
 )
@@ -143,7 +140,7 @@ def acl(
     valid_name("run", run)
     passwords = _read(secrets_file) if secrets_file.exists() else {}
     if missing := [role for role in ROLES if role not in passwords]:
-        passwords |= {role: secrets.token_urlsafe(PASSWORD_BYTES) for role in missing}
+        passwords |= {role: secrets.token_urlsafe(32) for role in missing}
         secrets_file.touch(mode=0o600)
         lines = "".join(f"{role} {passwords[role]}\n" for role in ROLES)
         secrets_file.write_text(lines, encoding="utf-8")

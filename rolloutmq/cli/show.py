@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 Member = Annotated[int | None, Option("--member", min=0, help="Only this rollout of the group.")]
 
-_PREVIEW = 200  # characters of a response
-
 
 def _show_logged(
     folder: Path, error: StoreUnavailable, gid: str, member: int | None, tokens: bool
@@ -117,7 +115,7 @@ def rejudge(
 def _verdict(verdict: Rejudged, above: BaseException | None) -> Text:
     """Return a verdict as text; `above`: the error that the verdict above it shows."""
     state = verdict.state
-    text = Text.assemble((f"#{state.index} ", "bold"), f"{state.response[:_PREVIEW]!r}\n   ")
+    text = Text.assemble((f"#{state.index} ", "bold"), f"{state.response[:200]!r}\n   ")
     if verdict.error:
         if verdict.error is above:  # a judge of groups raises for all of them
             return text.append("the same error", style="red")

@@ -39,7 +39,6 @@ _PAUSE = (
     "their tokens), abort or drain"
 )
 _MOST = 1_000_000
-_DRAWN = 1000  # groups whose lengths --size averages
 Concurrency = Annotated[
     int | None,
     Option(
@@ -187,7 +186,7 @@ def simulate(
             tokens_per_s=tokens_per_s * sequences,
             samples=group_size,
             prompt=prompt,
-            response=mean(length for draw in range(_DRAWN) for length in lengths(draw)),
+            response=mean(length for draw in range(1000) for length in lengths(draw)),
             batch=batch_size,
         )
         machine = Machine(memory_gb * 1e9, network_gbit * 1e9 / 8, disk_mb * 1e6)

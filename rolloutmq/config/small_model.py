@@ -11,8 +11,6 @@ from pydantic import Field
 from buffer.config.section import Count, FromList, Section
 from buffer.imports import attached, load_object
 
-MODELS = "rolloutmq.models"  # entry points
-
 
 class TinyModelConfig(Section):
     """[tiny_model]: the architecture of the model that is built locally."""
@@ -86,5 +84,5 @@ class SmallModel(Protocol):
 
 def small_model(config: Section) -> SmallModel:
     """Return what builds the model of a config without [policy] model. Raises ConfigError."""
-    model: SmallModel = load_object(attached(MODELS)["small"], kind="model")(config)
+    model: SmallModel = load_object(attached("rolloutmq.models")["small"], kind="model")(config)
     return model

@@ -39,15 +39,8 @@ BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is
 
 FRUITLESS = 3  # fruitless lives in a row that end with an error, and then no further one
 STOPPED = 8  # the same for processes that a signal or a person may have ended
-LONG_S = 3600.0  # a life of a process that may idle; it is not fruitless
 
-TAIL = 40  # lines of a log in which an error is looked for
 FEW = 6  # lines that are shown without one
-MOST_REASON = 200  # characters of an error in a report of a restart
-
-DRAIN_S = 1.0  # for the log of an ended process to be written to its end
-
-RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
 
 
 class Child:
@@ -74,7 +67,8 @@ class Child:
         """`mark`: returns what tells a fruitful life from the one before; None: nothing."""
         self.name = name
         self._mark = mark
-        self._long_s = LONG_S if may_idle else math.inf
+        # a life of a process that may idle; it is not fruitless
+        self._long_s = 3600.0 if may_idle else math.inf
         self._before: object = None
         self._fruitless = 0
         self._args = list(args)
@@ -161,7 +155,7 @@ class Child:
         now = time.monotonic()
         if len(self._running) not in (0, len(self._processes)):
             self._first_end = self._first_end or now
-            if now - self._first_end >= RANK_END_S:  # ranks may wait for another one forever
+            if now - self._first_end >= 10.0:  # ranks may wait for another one forever
                 for rank, process in enumerate(self._processes):
                     if process.poll() is None:
                         self._killed.add(rank)
@@ -186,7 +180,7 @@ class Child:
         self._restarts_left -= is_death
         cause, *more = self.last_error().splitlines() or [""]
         end = self._journal.end_of(self.name, self._cause, self._processes[self._cause].pid, code)
-        end.lived_s, end.fruitless, end.cause = self.age_s, self._fruitless, cause[:MOST_REASON]
+        end.lived_s, end.fruitless, end.cause = self.age_s, self._fruitless, cause[:200]
         is_from_outside = -code in BY_OTHERS
         is_fault = is_death and (not is_from_outside or end.kind == "process/out_of_memory")
         is_loop = self._fruitless >= (FRUITLESS if is_fault else STOPPED)
@@ -217,7 +211,7 @@ class Child:
 
     def last_error(self) -> str:
         """Return the newest error of its log with its hint, or else the last lines."""
-        lines = self.log_tail(TAIL).splitlines() or ["(no output)"]
+        lines = self.log_tail(40).splitlines() or ["(no output)"]
         starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
         if not starts:
             return "\n".join([lines[-1], *lines[-FEW:-1]])
@@ -258,7 +252,7 @@ class Child:
 
     def _drain(self) -> None:
         """Wait until the logs have what was printed, unless children of the process print on."""
-        end = time.monotonic() + DRAIN_S
+        end = time.monotonic() + 1.0
         for writer in self._writers:
             with suppress(subprocess.TimeoutExpired):
                 writer.wait(max(0.0, end - time.monotonic()))

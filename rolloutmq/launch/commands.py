@@ -300,9 +300,6 @@ def stop(now: Now = False, run_dir: RunDir = None, as_json: AsJson = False) -> N
         sys.exit(1)
 
 
-START_POLL_S = 0.3
-
-
 def _start_detached(arguments: list[str], folder: Path, where: str) -> int:
     """Start `rolloutmq run` in a session of its own, and print what it prints.
 
@@ -331,7 +328,7 @@ def _start_detached(arguments: list[str], folder: Path, where: str) -> int:
                     return code if code >= 0 else 1
                 if record and record.pid == process.pid:
                     is_running = record.stage is Stage.RUNNING
-                time.sleep(START_POLL_S)
+                time.sleep(0.3)
     except KeyboardInterrupt:
         pass  # it continues without this process
     if process.poll() is not None:

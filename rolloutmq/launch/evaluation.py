@@ -33,7 +33,6 @@ from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LOCK_FILE, is_owned
 
 ADAPTER = "adapter"  # folder in that of the evaluation: the LoRA adapter to publish over the model
-_LOOP = f"{__name__}:evaluate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def evaluate_model(
     is_adapter = bool(step and config.learner.lora)
     target = folder / (ADAPTER if is_adapter else "exported")
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
-    given += [f"trainer.loop={_LOOP}"]
+    given += [f"trainer.loop={__name__}:evaluate"]
     # the judges of training tasks may load models
     given += [f"worker.tasks={orjson.dumps(config.held_out_tasks).decode()}"]
     given += [] if config.launch.workers else ["launch.workers=1"]

@@ -47,14 +47,12 @@ from rolloutmq.web.report import write_report
 
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
-NEWS = 4  # reports that stay on the screen
 SUBMITS = frozenset({"completed", "filtered", "aborted"})
 MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
 
 STOP_S = 60.0  # for children to exit after SIGTERM
 CHECKPOINT_S = 600.0  # for the trainer to exit: it writes a checkpoint first
 LINE_S = 5.0  # between two lines that name the children that have not ended
-REPORT_S = 5.0  # for the server to answer for the account of a stopped run
 
 
 class Launcher:
@@ -328,7 +326,7 @@ class Launcher:
 
     def _report(self, notes: LiveNotes, news: list[str]) -> None:
         if self._console.is_terminal:
-            notes.lines = [*notes.lines, *news][-NEWS:]
+            notes.lines = [*notes.lines, *news][-4:]  # reports that stay on the screen
         else:
             for line in news:
                 self._console.print(line)
@@ -371,7 +369,7 @@ class Launcher:
         """Print the account of a stopped run and how far it came."""
         if run is None:
             return
-        run.store.deadline_s = REPORT_S
+        run.store.deadline_s = 5.0  # for the account of the stopped run
         try:
             run.refresh_limits()
             run.janitor.sweep()

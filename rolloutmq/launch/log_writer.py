@@ -14,13 +14,11 @@ import shutil
 import sys
 from pathlib import Path
 
-PIECE = 1 << 16  # bytes, at most; smaller than every limit
-
 
 def main(log: Path, most: int) -> None:
     """Copy stdin to the file `log`; before it has more than `most` bytes, begin it anew."""
     lost, why = 0, ""
-    while piece := os.read(0, PIECE):
+    while piece := os.read(0, 1 << 16):  # smaller than every limit
         note = f"\n{lost} bytes were not logged: {why}\n".encode() if lost else b""
         try:
             with log.open("ab") as file:

@@ -144,7 +144,6 @@ def _end(run: Run, gid: str, stages: list[str]) -> str:
     )
 
 
-_BAR = 40
 _SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples",
           "tokens", "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
 
@@ -222,7 +221,7 @@ def _version_bar(member: Mapping[str, Any]) -> Text:
     spans = [VersionSpan(**span) for span in member["spans"]]
     text = Text()
     for span in spans:
-        width = max(1, round(span.length / total * _BAR))
+        width = max(1, round(span.length / total * 40))
         text.append("▇" * width, style=version_style(span.version))
     for span in spans:
         where = f" {span.start}-{span.start + span.length - 1}" if len(spans) > 1 else ""

@@ -18,8 +18,6 @@ from consumer.handle.sample_log import TokenTexts, contains
 
 MOST_READ = 500  # groups whose payloads are read for one search of their contents
 MOST_EVENTS = 20_000  # newest events among which filtered groups are found
-MOST_LETTERS = 10_000
-LONGEST_LINE = 300
 
 OUTCOMES: Mapping[str, Mapping[str, Any]] = {
     "completed": {"status": "completed"},
@@ -62,7 +60,7 @@ def list_groups(
         return [asdict(each) | {"status": "skipped", "tokens": None} for each in skips]
     parts = [wanted.where, OUTCOMES.get(wanted.outcome, {})]
     if wanted.cause:
-        letters = islice(run.dead_letters.newest(), MOST_LETTERS)
+        letters = islice(run.dead_letters.newest(), 10_000)
         gids = [letter.gid for letter in letters if letter.cause == wanted.cause]
         parts.append({"gid": {"$in": gids}})
     query = {"$and": parts}
@@ -133,4 +131,4 @@ def outline(group: RolloutGroup, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _first_line(text: str) -> str:
-    return text.lstrip().removeprefix("<think>").lstrip().partition("\n")[0][:LONGEST_LINE]
+    return text.lstrip().removeprefix("<think>").lstrip().partition("\n")[0][:300]

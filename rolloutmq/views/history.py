@@ -14,8 +14,6 @@ TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
 PRODUCER = "producer is at its limit"
 
-_KEPT = 600
-
 
 class History:
     """Collects what changes between snapshots of one run, which `observe` gets oldest first."""
@@ -23,7 +21,7 @@ class History:
     def __init__(self, run_dir: Path | None = None) -> None:
         self.folder = run_dir
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
-        self.token_rates: deque[float] = deque(maxlen=_KEPT)
+        self.token_rates: deque[float] = deque(maxlen=600)
         self.waits: list[str] = []
         self.last: RunView | None = None
 

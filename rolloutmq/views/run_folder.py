@@ -89,9 +89,6 @@ class RunFolder:
         return {name: text for name, text in facts.items() if text} | {"not here": ON_SERVER}
 
 
-SHOWN_LETTERS = 50  # letters of one cause that are listed
-
-
 def letters_by_cause(letters: Sequence[DeadLetter], total: int) -> dict[str, Any]:
     """Return the causes of `letters`; `total`: with those that were not read."""
     causes = [
@@ -103,8 +100,7 @@ def letters_by_cause(letters: Sequence[DeadLetter], total: int) -> dict[str, Any
             "newest_ms": min(letter.age_ms for letter in found),
             "trace": trace_of(found[0].reason),
             "letters": [
-                asdict(letter) | {"reason": message_of(letter.reason)}
-                for letter in found[:SHOWN_LETTERS]
+                asdict(letter) | {"reason": message_of(letter.reason)} for letter in found[:50]
             ],
         }
         for cause, found in by_cause(letters)

@@ -39,11 +39,9 @@ from rolloutmq.views.history import History
 from rolloutmq.views.number_rows import Note, notes_of
 from rolloutmq.views.run_view import RunView, TaskView, read_run_view
 
-REDRAW_S = 0.5  # between two frames on a terminal
 LINE_S = 5.0  # between two lines elsewhere
 MOST_EVENTS = 5
 MOST_WORKERS = 8
-MOST_TROUBLE = 160  # characters of an error in one line of output
 _WIDTH = 36
 _COLUMNS = {
     "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
@@ -118,7 +116,7 @@ def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
     words += [view.mode] if view.mode != "run" else []
     words += history.waits
     words += ["WAITS FOR YOU"] if view.stuck_on else []
-    words += [trouble[:MOST_TROUBLE] for trouble in view.troubles]
+    words += [trouble[:160] for trouble in view.troubles]
     words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
     return " · ".join([*words, *notes.lines[:1]])
 
@@ -430,7 +428,7 @@ def watch(
                 live.update(live_screen(last, history, notes), refresh=True)
             if is_over():
                 return
-            time.sleep(every_s or REDRAW_S)
+            time.sleep(every_s or 0.5)
 
 
 def _refresh(run: Run, history: History, notes: LiveNotes) -> RunView | None:

@@ -41,7 +41,6 @@ from rolloutmq.views.setting_view import live_settings, set_operator_mode
 from rolloutmq.web.access import Access, number_in
 
 PAGE = 25
-MOST_PAGES = 400
 
 
 class GroupRoutes:
@@ -59,7 +58,7 @@ class GroupRoutes:
 
     def _groups(self, request: Request) -> Any:
         query: Mapping[str, str] = request.query_params
-        page = number_in(query.get("page") or "1", MOST_PAGES)
+        page = number_in(query.get("page") or "1", 400)
         require_known("outcome", query.get("outcome") or "completed", OUTCOMES)
         named = {name: query.get(name) or "" for name in ("order", "outcome", "cause", "text")}
         wanted = Wanted(read_where(query.get("where")), **named)
@@ -112,7 +111,6 @@ def logged_samples(log: SampleLog | None, request: Request) -> Any:
 
 
 SEARCHED_EVENTS = 5_000  # newest events among which those of one worker are found
-SHOWN_EVENTS = 50
 MOST_LETTERS = 10_000  # letters that one request reads or moves
 
 
@@ -154,7 +152,7 @@ class ControlRoutes:
             for at_ms, name, fields in reversed(self._run.events.last(SEARCHED_EVENTS))
             if fields.get("worker") == request.path_params["worker"]
         ]
-        return found[:SHOWN_EVENTS]
+        return found[:50]
 
     def _pause(self, request: Request) -> Any:
         mode = request.query_params.get("mode", "abort")

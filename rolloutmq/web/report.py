@@ -19,7 +19,6 @@ from rolloutmq.views.run_folder import RunFolder, letters_by_cause
 from rolloutmq.web.panels import Source, read_panels
 from rolloutmq.web.series import Mark, RunSeries
 
-SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
 STATIC = Path(__file__).resolve().parent / "static"
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' data:; img-src data:"
@@ -99,5 +98,5 @@ def _sampled(samples: SampleLog) -> list[int]:
     if span is None:
         return []
     first, last = span
-    count = min(SAMPLED_STEPS, last - first + 1)
+    count = min(6, last - first + 1)  # the first, the last, and some between
     return sorted({round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)})

@@ -47,8 +47,6 @@ from rolloutmq.web.panels import PANELS, Source
 from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
 
-MOST_STEPS = 1_000_000_000
-
 
 class RunRoutes:
     def __init__(self, run: Run, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
@@ -101,7 +99,7 @@ class RunRoutes:
     def _steps(self, request: Request) -> Any:
         query = request.query_params
         series = self._series_of(query.get("run", ""))
-        first, last = (number_in(query.get(name, ""), MOST_STEPS) for name in ("first", "last"))
+        first, last = (number_in(query.get(name, ""), 10**9) for name in ("first", "last"))
         with self._lock:
             return series.window(first, last)
 

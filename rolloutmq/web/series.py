@@ -19,7 +19,6 @@ from consumer.handle.step_log import (
 from rolloutmq.run_owner import folders_below
 
 MOST_ROWS = 2000  # per table; of more steps, the extremes of each range are sent
-MOST_HISTOGRAMS = 400  # steps of which they are sent at once
 Table = dict[str, Any]
 
 
@@ -84,7 +83,7 @@ class RunSeries:
     def _described(rows: Sequence[TrainedStep]) -> dict[str, Any]:
         table = step_table(rows)
         # a column of pixels has room for one step
-        seen = rows[:: -(-len(rows) // MOST_HISTOGRAMS) or 1]
+        seen = rows[:: -(-len(rows) // 400) or 1]
         names = dict.fromkeys(name for step in seen for name in step.histograms)
         histograms = {
             name: [found and found.document() for found in (s.histograms.get(name) for s in seen)]

@@ -22,8 +22,6 @@ from rolloutmq.views.run_view import RunView, read_run_view
 
 EVERY_S = 1.0
 QUIET_S = 5.0  # between snapshots while no browser watches: charts over time have no gaps then
-INSPECT_EVERY_S = 10.0  # between looks at the judge queue and the weights' folder
-EVENTS = 200
 
 
 class Watcher:
@@ -70,8 +68,8 @@ class Watcher:
 
     def _take(self) -> dict[str, Any]:
         try:
-            snap = read_run_view(self._run, events=EVENTS)
-            if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
+            snap = read_run_view(self._run, events=200)
+            if time.monotonic() - self._inspected_at >= 10.0:
                 steps, folder = self._history.steps, self._history.folder
                 self._inspected = inspect(self._run, snap, steps, folder)
                 self._inspected_at = time.monotonic()
@@ -118,7 +116,6 @@ def _control(snap: RunView) -> dict[str, Any]:
 
 MOST_ROWS = 1200  # above this, every second row is dropped, and rows are added half as often
 STAGES = ("waiting", "running", "completed", "aborted", "expired", "taken")
-MOST_WORKERS = 32
 
 
 class LiveRecord:
@@ -160,7 +157,6 @@ def numbers_of(snap: RunView) -> dict[str, float]:
         for stage in STAGES
     }
     numbers |= {
-        f"worker_tokens_per_s/{worker.id}": worker.tokens_per_s
-        for worker in snap.live_workers[:MOST_WORKERS]
+        f"worker_tokens_per_s/{worker.id}": worker.tokens_per_s for worker in snap.live_workers[:32]
     }
     return numbers | {"tokens_per_s": snap.tokens_per_s}

@@ -20,12 +20,8 @@ from buffer.redis.url import Servers, mask_url
 
 Level = Literal["ok", "warning", "error"]
 
-MANY_CLIENTS = 0.8
-"""The share of maxclients above which a growing fleet may find no connection."""
-
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
-OLDEST_WAITAOF = (7, 2)
 EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
 
 
@@ -219,7 +215,7 @@ def _fsync(info: Mapping[str, Any], policy: str | None) -> ServerFinding:
         return _error(what, why, fix)
     what = "CONFIG GET is forbidden for this user"
     kind, text, version = _version_of(info)
-    if kind == "Valkey" or version >= OLDEST_WAITAOF:
+    if kind == "Valkey" or version >= (7, 2):
         return _ok(what, "appendfsync is not known, so each durable call waits for the disk")
     why = f"unless appendfsync is always, a crash of {kind} {text} loses acknowledged work"
     return _warning(what, why, "Ask its administrator: redis-cli CONFIG GET appendfsync")
@@ -236,7 +232,7 @@ def _room(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
             "or raise maxmemory (CONFIG SET)",
         )
     most, used = int(info.get("maxclients", 0)), int(info.get("connected_clients", 0))
-    if most and used >= MANY_CLIENTS * most:
+    if most and used >= 0.8 * most:  # a growing fleet may find no connection
         yield _warning(
             f"{used} of {most} connections (maxclients) are used",
             "the server refuses further ones; a worker keeps five",

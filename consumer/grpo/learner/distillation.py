@@ -25,9 +25,6 @@ from consumer.grpo.policy.micro_batch import MicroBatch
 TeacherWeights = Mapping[str, Mapping[str, float]]
 """The weight of each teacher of each task; a teacher that is not in it has weight 1."""
 
-LARGEST_MASS = -1e-6  # log of the mass of top tokens: beyond, the rest of it is rounding
-NO_VALUE = -20.0  # any finite number
-
 
 class Distillation:
     """Adds what [learner.distillation] describes to the columns of a micro-batch.
@@ -111,7 +108,8 @@ class Distillation:
             student = others[:, places[f"teacher_top_ids/{name}"]]
             known = trained & (student > -torch.inf).any(1) & ~teacher[:, 0].isnan()
             known &= name != self._kl_reference
-            pair = [torch.where(known[:, None], x, NO_VALUE) for x in (student, teacher)]
+            # any finite number
+            pair = [torch.where(known[:, None], x, -20.0) for x in (student, teacher)]
             own = top_k_kl(*pair, reverse=config.top_k_loss == "reverse", outside=config.outside)
             own = torch.where(known, own, 0.0)
             # scaled, not cut: a cut would take the gradient from the worst tokens
@@ -158,7 +156,8 @@ def top_k_kl(student: Tensor, teacher: Tensor, *, reverse: bool, outside: Outsid
     student, teacher = (x.masked_fill(padded, -torch.inf) for x in (student, teacher))
     masses = [torch.logsumexp(x, 1, keepdim=True) for x in (student, teacher)]
     if outside == "bucket":
-        rests = [torch.log(-torch.expm1(mass.clamp(max=LARGEST_MASS))) for mass in masses]
+        # beyond -1e-6, the rest of the mass is rounding
+        rests = [torch.log(-torch.expm1(mass.clamp(max=-1e-6))) for mass in masses]
         student, teacher = (
             torch.cat(pair, 1) for pair in zip((student, teacher), rests, strict=True)
         )

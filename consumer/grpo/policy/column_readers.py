@@ -48,9 +48,6 @@ class ColumnReader(Protocol):
         """
 
 
-MOST_IDS = 2**28  # in a file: 1 GiB
-
-
 class MaskReader:
     """Reads masks of a model with `vocabulary` token ids; None: ids are not compared with it.
 
@@ -115,7 +112,7 @@ class MaskReader:
             mask = recorded
         else:
             try:
-                column = self._columns.read(recorded, "<i4", MOST_IDS)
+                column = self._columns.read(recorded, "<i4", 2**28)  # in a file: 1 GiB
                 mask = SamplingMask.unpacked(column.ravel(), len(response_ids))
             except (WireError, ValueError) as error:
                 raise WireError(f"has a sampling mask that cannot be read: {error}") from error

@@ -31,8 +31,6 @@ SECOND = 6  # tokens of the second sample in `keeps_samples_apart`
 # Share of the largest hidden value: above rounding, far below the effect of another token.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
-FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-DIVISORS = ("logits_scaling",)
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names in model configs of what is applied to logits. Not every model applies what its config
 names, and HyperCLOVA X multiplies by what Granite divides by: each reading is tried."""
@@ -97,9 +95,9 @@ def check_logprobs(policy: TargetLogits) -> None:
 def _transforms(config: Any) -> Iterator[LogitTransform]:
     """Yield each reading of a model's config; the first is the plain one."""
     scale = 1.0
-    for value in _values(config, FACTORS):
+    for value in _values(config, ("logit_scale", "lm_head_multiplier", "output_multiplier")):
         scale *= value
-    for value in _values(config, DIVISORS):
+    for value in _values(config, ("logits_scaling",)):
         scale /= value
     caps = list(_values(config, CAPS))
     for cap, factor in product(

@@ -23,11 +23,6 @@ from consumer.handle.ranks import Ranks
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 
 
-# Most compiled variants of a layer, beyond which torch runs it uncompiled: one row or several,
-# with mask, gradient, training or not; torch's default is 8.
-VARIANTS = 64
-
-
 def compile_layers(model: nn.Module, device: torch.device) -> None:
     """Compile each layer at its first calls, for all sizes. Raises ConfigError where it cannot."""
     variable, *programs = COMPILERS[device.type]
@@ -50,7 +45,9 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
             hint="compile = false",
         )
     limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
+    # Most compiled variants of a layer, beyond which torch runs it uncompiled: one row or several,
+    # with mask, gradient, training or not; torch's default is 8.
+    limits.recompile_limit = max(limits.recompile_limit, 64)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -19,10 +19,8 @@ from buffer.wire.group import UNPARSED, RolloutGroup
 TAIL = 256  # newest tokens of a response that are searched for a loop
 LONGEST_LOOP = 8  # tokens that are repeated
 FEWEST_LOOPED = 6  # a shorter response may be an answer such as 1111
-LOOPED = 0.9  # share of the tail that continues the loop: its begin, and an end token, do not
 FEWEST_GROUPS = 4  # of a task, from which on equal responses to different prompts are counted
 MOST_PARTS = 16  # of a reward, by name, that become metrics
-_DIGEST = (1 << 53) - 1  # JSON has no larger integers
 
 Answer = tuple[int, float | None, bool, bool]
 """A rollout: digest of its tokens, score, whether it ends in a loop, whether it was truncated."""
@@ -35,7 +33,8 @@ def answers_of(group: RolloutGroup) -> list[Answer]:
     # agents of other roles may give equal answers to other questions
     roles = [role.encode() for role in group.roles]
     digests = [
-        xxhash.xxh3_64_intdigest(role + ids[a:b].tobytes()) & _DIGEST
+        # JSON has no larger integers
+        xxhash.xxh3_64_intdigest(role + ids[a:b].tobytes()) & ((1 << 53) - 1)
         for role, (a, b) in zip(roles, bounds, strict=True)
     ]
     scores = [score if math.isfinite(score) else None for score in group.scores.tolist()]
@@ -60,7 +59,8 @@ def loops(group: RolloutGroup) -> NDArray[np.bool_]:
     for period in range(1, min(LONGEST_LOOP, width // 3) + 1):
         same = (tails[:, period:] == tails[:, :-period]) & (tails[:, :-period] >= 0)
         is_long = lengths >= max(FEWEST_LOOPED, 3 * period)
-        found |= is_long & (same.sum(1) >= LOOPED * (lengths - period))
+        # the begin of the loop, and an end token, do not continue it
+        found |= is_long & (same.sum(1) >= 0.9 * (lengths - period))
     return found
 
 

@@ -28,8 +28,6 @@ from consumer.grpo.reporting.metrics import BatchColumns, staleness_metrics
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.handle.step_log import Histograms, read_steps
 
-KEPT = 8  # newest steps that may still be reported: trainers take ahead
-
 
 @dataclass(slots=True)
 class _Step:
@@ -74,7 +72,8 @@ class StepRecorder(Reporter):
             if not self._steps:
                 self._begin(step)
             self._write(step - 1)
-            self._steps = {n: kept for n, kept in self._steps.items() if step - KEPT < n < step}
+            # trainers take ahead: these may still be reported
+            self._steps = {n: kept for n, kept in self._steps.items() if step - 8 < n < step}
             began = time.monotonic() - waited_s
             self._steps[step] = _Step(lineage, manifest.gids, metrics, columns.histograms(), began)
         self.add_samples(manifest, columns, groups)

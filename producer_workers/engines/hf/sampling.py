@@ -87,11 +87,8 @@ def _cut(logits: Tensor, params: SampleParams) -> Tensor:
     return logits
 
 
-CHUNK = 512  # tokens of a text that a step reads
-
-
 class Scoring:
-    """The scores of a text so far; each step reads `CHUNK` of its tokens."""
+    """The scores of a text so far; each step reads 512 of its tokens."""
 
     def __init__(self, request_id: str, ids: list[int], start: int, top_k: int) -> None:
         self.group = request_id.partition("/")[0]
@@ -120,7 +117,7 @@ class Scoring:
         if self.cache is None:
             self.forget()
         first = self.known + 1
-        part = self.ids[self.known : self.known + CHUNK]
+        part = self.ids[self.known : self.known + 512]
         self.known += len(part)
         # the logits after a token are those of the next one
         wanted = max(first, self.start)

@@ -47,10 +47,6 @@ from producer_workers.engines.vllm.api import REASONS, sampling_arguments, struc
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 2.0  # between two checks that the server is alive
-
-ABORT_GRACE_S = 2.0  # to deliver the last tokens of aborted requests; later ones are sampled again
-
 FRUITLESS = 5  # parts of a response without a token, in a row, after which it fails
 PAUSES = Backoff(0.5, 8.0, jitter=0.5)  # between them
 
@@ -315,7 +311,8 @@ class HttpEngine:
         if self._updates:
             await self._control(self._server.pause("abort", self._config.control_timeout_s))
             if self._parts:
-                await asyncio.wait(set(self._parts.values()), timeout=ABORT_GRACE_S)
+                # the last tokens of aborted requests may come; later ones are sampled again
+                await asyncio.wait(set(self._parts.values()), timeout=2.0)
         await gather_quietly(set(self._parts.values()))
 
     async def _continue(self) -> None:
@@ -368,7 +365,7 @@ class HttpEngine:
     async def _watch_server(self) -> None:
         """Notice that an idle server ends, or that another client changes its weights."""
         while self._dead is None:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(2.0)
             try:
                 await self._server.check_health()
                 if not self._updates or self._lock.locked():

@@ -9,8 +9,6 @@ from buffer.errors import RolloutMQError
 
 _END = re.compile(rb"\r\n|\n|\r")  # of a line
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 
 class EventTooLong(RolloutMQError):
     """An event has more bytes than are read."""
@@ -37,7 +35,7 @@ async def event_data(chunks: AsyncIterable[bytes], longest: int) -> AsyncIterato
 
 async def _lines(chunks: AsyncIterable[bytes], longest: int) -> AsyncIterator[bytes]:
     """Yield the lines that a stream completes, without their ends."""
-    mark, line = _BYTE_ORDER_MARK, bytearray()
+    mark, line = b"\xef\xbb\xbf", bytearray()  # a byte order mark
     follows_return = False  # then a line break ends no other line
     async for chunk in chunks:
         first, *others = _END.split(chunk.removeprefix(b"\n") if follows_return else chunk)

@@ -33,18 +33,9 @@ HEALTH_S = 60.0  # a dead server refuses at once; a busy one may take long
 
 MAX_EVENT_BYTES = 32 << 20  # of a stream; the first event carries the ids of the prompt
 
-STREAM_INTERVAL = 32  # tokens in one event of a stream; an event for each would cost much JSON
-
-LAST_EVENT = b"[DONE]"
-
-SCORE_BYTES = 256  # the most that one logprob takes in an answer, with its token's text
-
-PROMPT_HINT = "the server must answer `prompt_logprobs`, as vLLM does"
-
 IDS_HINT = "the server must answer `return_token_ids`, as vLLM does"
 
 PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
-MIN_DISTANCE = 1e-3  # in nats; a smaller difference between logprobs proves nothing
 
 
 class ServerGone(ModelError):
@@ -167,7 +158,7 @@ class CompletionServer:
             "logprobs": 0,
             **sampling,
             "stream": True,
-            "stream_interval": STREAM_INTERVAL,
+            "stream_interval": 32,  # tokens; an event for each would cost much JSON
             "return_token_ids": True,
         }
         try:
@@ -188,7 +179,7 @@ class CompletionServer:
                         refusal.retry_after_s = retry_after_s(response.headers)
                     raise refusal
                 async for data in event_data(response.content.iter_any(), MAX_EVENT_BYTES):
-                    if data == LAST_EVENT:
+                    if data == b"[DONE]":
                         return
                     if data and (piece := self._piece(data)):
                         yield piece
@@ -230,14 +221,17 @@ class CompletionServer:
             "temperature": 0.0,
             "prompt_logprobs": top_k,
         }
-        most = LONGEST_ANSWER + SCORE_BYTES * (top_k + 1) * len(ids)
+        # 256 bytes: one logprob with its token's text
+        most = LONGEST_ANSWER + 256 * (top_k + 1) * len(ids)
         try:
             answer = await self._complete(limit_s, body, most)
             rows: Any = answer.prompt_logprobs or []
             return _scores(rows[start:], ids[start:], top_k)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"{self.url} gave no logprob for each token of a prompt: {error!r}"
-            raise ServerRefusal(what, hint=PROMPT_HINT) from error
+            raise ServerRefusal(
+                what, hint="the server must answer `prompt_logprobs`, as vLLM does"
+            ) from error
 
     async def tokenize(self, text: str) -> list[int] | None:
         """Return the ids of a text; None if the server has no such call, as vLLM has."""
@@ -406,7 +400,7 @@ async def check_logprobs(server: CompletionServer) -> None:
         plain, cold = [await server.top_logprobs(prompt, temperature) for temperature in (1.0, 0.5)]
         near = plain[-1] - plain[0]
         far = cold[-1] - cold[0]
-        if near <= MIN_DISTANCE:
+        if near <= 1e-3:  # a smaller one, in nats, proves nothing
             continue
         if far < 1.5 * near:
             hint = "start vLLM with --logprobs-mode processed_logprobs"

@@ -50,7 +50,6 @@ RECORDED = {
     "sampling_mask": "return_sampling_mask",
 }
 """What vLLM can record of each token: the key of [engine], and vLLM's argument."""
-WHOLE_VOCABULARY = 2**31 - 1  # as top_k: vLLM takes the size of the vocabulary for larger numbers
 SAMPLED = (
     "temperature",
     "top_p",
@@ -94,8 +93,6 @@ ON_CPU = {
     # vLLM's own binding puts every engine on the first cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind"
 }
-# Otherwise vLLM compiles the sampler alone at the first request, which takes 15 s.
-ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 
 
 def is_cpu_build() -> bool:
@@ -108,7 +105,8 @@ def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
     """Set variables that vLLM reads at its import, unless the user has set them."""
     wanted = ALWAYS | (ON_CPU if on_cpu else {})
     if on_cpu and config.enforce_eager is not False:
-        wanted |= ON_CPU_EAGER
+        # Otherwise vLLM compiles the sampler alone at the first request, which takes 15 s.
+        wanted |= {"TORCH_COMPILE_DISABLE": "1"}
     if config.omp_threads is not None:
         wanted["OMP_NUM_THREADS"] = str(config.omp_threads)
     for name, value in wanted.items():
@@ -202,7 +200,8 @@ def masked(params: SampleParams) -> SampleParams:
             "with [engine] sampling_mask, vLLM would record the whole vocabulary for each token",
             hint="set sample.top_k of the task, such as 1000",
         )
-    return replace(params, top_k=params.top_k or WHOLE_VOCABULARY)
+    # vLLM takes the size of the vocabulary for larger numbers
+    return replace(params, top_k=params.top_k or 2**31 - 1)
 
 
 def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from rolloutmq.extensions.demo.warm_start import Demonstration, WarmStartProgress
 
-LINE_EVERY_S = 5.0  # between two lines of progress where there is no terminal for a bar
-
 
 class DemoModel:
     """The model that [tiny_model] describes and [warm_start] trains."""
@@ -71,7 +69,7 @@ class DemoModel:
                 nonlocal shown
                 what = f"step {now.step} · loss {now.loss:.3f} · accuracy {now.accuracy:.2f}"
                 bar.update(job, completed=now.step, description=what)
-                if not is_terminal and time.monotonic() - shown >= LINE_EVERY_S:
+                if not is_terminal and time.monotonic() - shown >= 5.0:
                     shown = time.monotonic()
                     console.print(f"warm start: {what}")
 

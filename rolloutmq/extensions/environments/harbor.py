@@ -50,7 +50,6 @@ PROGRAM = Path(__file__).with_name("harbor_trial.py")
 CHECK_S = 120.0  # for Harbor to load an agent and an environment
 
 LARGEST_ANSWER = 2**20  # bytes
-LONGEST_STDERR = 2000  # bytes of a dead process's stderr that are told
 
 TASK_PATH = "task_path"
 """Key of `extra`: the folder of the task (`rolloutmq.extensions.environments.rows`)."""
@@ -246,7 +245,7 @@ class TrialProcesses:
             if answer:
                 return json.loads(answer)  # orjson would refuse a reward that is not a number
             await process.wait()
-            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - LONGEST_STDERR))
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - 2000))
             last = stderr.read().decode(errors="replace").strip().split("\n")
             message = f"the process of the trial ended with {process.returncode}"
             raise TrialFailed(message, trace=trace_text(last))

@@ -20,8 +20,6 @@ from producer_workers.http_client import AWAY, ask
 from producer_workers.user_code.border import check_numbers, raise_skip
 from rolloutmq.extensions.gateway.agents import AgentTask
 
-RUN_ID = "_ng_rollout_id"
-
 LONGEST_ANSWER = 32 << 20  # bytes: it repeats the row, and has the whole conversation
 
 
@@ -34,7 +32,7 @@ async def play(task: AgentTask, *, url: str) -> dict[str, float]:
 
     Raises GymFailure; ServiceAway if the server does not answer, or has no room.
     """
-    row = {**task.extra["row"], RUN_ID: task.api_key}
+    row = {**task.extra["row"], "_ng_rollout_id": task.api_key}
     where = f"{url.rstrip('/')}/run"
     async with aiohttp.ClientSession(trust_env=True) as client:
         data = json.dumps(row).encode()

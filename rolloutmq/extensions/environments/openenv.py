@@ -25,7 +25,6 @@ from rolloutmq.extensions.gateway.agents import AgentTask
 
 REQUIREMENT = "openenv>=0.10,<0.11"
 
-_NO_ROOM = "CAPACITY_REACHED"
 _ABOUT = ("done", "reward", "metadata")  # fields of an observation that the model does not read
 
 
@@ -139,7 +138,7 @@ async def _episode(
         try:
             result = await environment.reset(**arguments)
         except RuntimeError as error:  # of the server, with its code
-            if _NO_ROOM in str(error):
+            if "CAPACITY_REACHED" in str(error):
                 raise ServiceAway(f"{url} has no room for another episode") from error
             raise
         raise_skip(result.metadata)

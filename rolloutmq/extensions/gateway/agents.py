@@ -46,8 +46,6 @@ QUIET_S = 60.0  # between two lines of the log about that
 
 MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
-LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
-
 
 class AgentError(UserCodeError):
     """The agent raised, exited with a code other than 0, or took too long.
@@ -286,7 +284,7 @@ async def _talk(process: asyncio.subprocess.Process, given: bytes) -> bytes:
     async with asyncio.TaskGroup() as talk:
         talk.create_task(write())
         while chunk := await stderr.read(1 << 16):
-            last = (last + chunk)[-LONGEST_STDERR:]
+            last = (last + chunk)[-2000:]
     await process.wait()
     return last
 

@@ -22,8 +22,6 @@ MOST_AT_ONCE = 128
 MOST_PER_S = 100
 MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
-MOST_KEPT = MOST_AT_ONCE  # answers of an agent, whose requests may be repeated
-
 # The header with which the clients of OpenAI and Anthropic count attempts of one request.
 RETRIES = "x-stainless-retry-count"
 
@@ -102,5 +100,5 @@ class Guest:
 
 def keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:
     answers[asked] = turn
-    if len(answers) > MOST_KEPT:
+    if len(answers) > MOST_AT_ONCE:
         del answers[next(iter(answers))]

@@ -21,7 +21,6 @@ Messages = Sequence[dict[str, Any]]
 
 _THOUGHT = ("reasoning_content", "reasoning")  # fields in which clients keep a thought apart
 _BEGINS = ("<think>", "[THINK]")
-_ENDS = ("</think>", "[/THINK]")
 
 
 def split_thought(text: str) -> tuple[str | None, str]:
@@ -34,7 +33,7 @@ def split_thought(text: str) -> tuple[str | None, str]:
     thought = text[:end].strip()
     for mark in _BEGINS:
         thought = thought.removeprefix(mark)
-    for mark in _ENDS:
+    for mark in ("</think>", "[/THINK]"):
         thought = thought.removesuffix(mark)
     return thought.strip(), text[end:].lstrip()
 

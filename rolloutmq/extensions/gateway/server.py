@@ -45,9 +45,6 @@ QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
 
 OPEN_FILES = 65_536  # of a worker: agents have several each, and others may connect without a key
 
-MOST_FAULTS = 8  # in an error message; a request may have a million
-LONGEST_REFUSAL = 4096  # characters of an error message
-
 # Commas in a request, and four times its brackets: while it is parsed, all other threads wait.
 MOST_VALUES = 2**20
 
@@ -350,7 +347,7 @@ def _faults(error: ValidationError) -> Refusal:
     wrong = error.errors(include_url=False, include_input=False)
     faults = [
         ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))
-        for fault in wrong[:MOST_FAULTS]
+        for fault in wrong[:8]  # a request may have a million
     ]
     message = f"this request cannot be recorded for training: {'; '.join(faults)}"
     field = str(wrong[0]["loc"][0]) if wrong[0]["loc"] else None
@@ -380,7 +377,7 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
     fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
     dialect = next(fitting, ChatRequest)
-    message = refusal.message[:LONGEST_REFUSAL]
+    message = refusal.message[:4096]
     told = dialect.error(refusal.status, message, refusal.code, refusal.field)
     if REPLY in request and request[REPLY].has_begun:
         return await request[REPLY].refuse(told)

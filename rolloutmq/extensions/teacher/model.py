@@ -46,7 +46,6 @@ PAUSES = Backoff(0.2, 10.0, jitter=0.5)  # before a text is scored again
 AWAY_PAUSES = Backoff(1.0, 5.0)  # before a server that is away is asked again
 QUIET_S = 60.0  # between two lines of the log about that
 PROBE = np.array([0, 1, 2], "<i4")  # token ids of every model
-COMPARED = 512  # tokens of the text with which the tokenizer of a server is compared
 
 
 class Model(ABC):
@@ -295,7 +294,7 @@ def _answer_of(error: Exception) -> NoAnswer:
 def _probe(model: Path) -> tuple[str, list[int]]:
     """Return a text of many tokens of a model, and its ids."""
     tokenizer: Any = load_tokenizer(str(model))
-    spread = np.linspace(0, len(tokenizer) - 1, COMPARED).astype(int)
+    spread = np.linspace(0, len(tokenizer) - 1, 512).astype(int)
     text = str(tokenizer.decode(spread.tolist(), skip_special_tokens=True))
     return text, list(tokenizer.encode(text, add_special_tokens=False))
 

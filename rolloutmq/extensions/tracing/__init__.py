@@ -37,14 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutmq.extensions.tracing")
 
 SWITCH = "OTEL_TRACES_EXPORTER"
-SPAN_BYTES = 8  # length of an id in OpenTelemetry and W3C Trace Context
 
 
 def root_span_id(run_nonce: str, gid: str) -> str:
     """Return the id of `enqueue`, the span to which the group's other spans belong."""
-    return blake2b(
-        f"{run_nonce}/{gid}".encode(), digest_size=SPAN_BYTES, person=b"root"
-    ).hexdigest()
+    return blake2b(f"{run_nonce}/{gid}".encode(), digest_size=8, person=b"root").hexdigest()
 
 
 def trace_run(run: Run, process: str, config: object = None) -> Tracing | None:

@@ -34,8 +34,6 @@ from consumer.handle.rollout_consumer import PauseMode
 POSITIONS = "rolloutmq"
 """Folder beside SkyRL's checkpoints with the position of each step."""
 
-KEPT = 2  # checkpoints from which a trainer can continue
-
 
 class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
     """A generator and a callback of one trainer.
@@ -155,7 +153,7 @@ class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
         """Return the step of the oldest checkpoint from which a trainer can continue; 0: none."""
         names = (path.name for path in Path(trainer.cfg.trainer.ckpt_path).glob("global_step_*"))
         steps = sorted(int(name[12:]) for name in names if re.fullmatch(r"global_step_\d+", name))
-        return steps[-KEPT:][0] if steps else 0
+        return steps[-2:][0] if steps else 0  # a trainer continues from the last two
 
 
 def output_of(batch: Batch) -> GeneratorOutput:

@@ -29,9 +29,6 @@ REFUSED = dict.fromkeys(("mcp_servers", "container"), "offer functions as tools"
 # Claude Code begins its system prompt with a block that changes with each request.
 _CHANGING = "x-anthropic-billing-header"
 
-# The name under which Anthropic's guide passes on arguments that are no JSON.
-_UNREADABLE = "INVALID_JSON"
-
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -220,7 +217,8 @@ def _blocks_of(turn: SampledTurn) -> Iterator[Json]:
         with suppress(ValueError):
             arguments = read_json(given)
         if not isinstance(arguments, dict):
-            arguments = {_UNREADABLE: given}
+            # as Anthropic's guide passes on arguments that are no JSON
+            arguments = {"INVALID_JSON": given}
         yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
 

@@ -29,8 +29,6 @@ from rolloutmq.extensions.gateway.dialects.dialect import (
 )
 from rolloutmq.extensions.gateway.turn import Ask, SampledTurn
 
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions
-
 _TEXT_KEYS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning")
 
 # Fields of a message that are part of the conversation, but that no chat template reads.
@@ -187,7 +185,7 @@ class TextRequest(OpenAIRequest):
     def ask(self) -> Ask:
         return Ask(
             prompt=self.prompt,
-            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
+            max_tokens=self.max_tokens or 16,  # as OpenAI has it
             stops=as_list(self.stop),
             structured=self.response_format,
         )

@@ -38,8 +38,6 @@ from rolloutmq.extensions.gateway.session_record import SessionRecord, without_r
 MOVE_S = 60.0  # how long a request waits for its session, during a pause or after a death
 LOOK_S = 2.0  # between two looks at the server: another gateway may have ended the session
 
-_FINISHED = ("taken", "dead")  # stages of groups that never come back to their programs
-
 _ADDRESS = "gateway"  # a fact of a worker: the URL at which it serves live sessions
 
 
@@ -203,7 +201,8 @@ class LiveGateway(Gateway):
         if not stage:
             stages = await asyncio.to_thread(self._run.account.stages, *split_group_id(name.gid))
             raise Refusal(410, f"this session has ended: its group is {stages[0]}", "session_ended")
-        if stage in _FINISHED or (stage == "pool" and status == "completed"):
+        # they never come back to their programs
+        if stage in ("taken", "dead") or (stage == "pool" and status == "completed"):
             raise Refusal(410, f"this session has ended: its group is {status}", "session_ended")
         if stage != "running":
             return ""
