@@ -41,11 +41,7 @@ class Observer:
         return nullcontext()
 
     def submitted(
-        self,
-        worker: str,
-        results: Sequence[Result],
-        outcomes: Sequence[object],
-        began_ns: int,
+        self, worker: str, results: Sequence[Result], outcomes: Sequence[object], began_ns: int
     ) -> None:
         """Receive the results of a worker, and of each its `Stored` or the error."""
 

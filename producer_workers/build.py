@@ -14,23 +14,14 @@ from buffer.run.origin import Origin
 from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from producer_workers.agent_loops.agent_loop import commands_of, load_agent_loop
-from producer_workers.agent_loops.tokenizer import (
-    TaskTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.engine import HttpConfig
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.strategy import FILTERS
-from producer_workers.config.task import (
-    NO_JUDGE,
-    JudgingSection,
-    TaskSection,
-    attached_kinds,
-)
+from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection, attached_kinds
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.open import open_dataset

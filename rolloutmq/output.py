@@ -33,15 +33,8 @@ _STATE_STYLES: dict[str, str] = {
     **dict.fromkeys(("died", "silent", "barred", "dead", "failed"), "red"),
 }
 _VERSION_STYLES = (
-    "cyan",
-    "magenta",
-    "green",
-    "yellow",
-    "blue",
-    "bright_red",
-    "bright_cyan",
-    "bright_magenta",
-)
+    "cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta",
+)  # fmt: skip
 
 
 def emit(document: Any) -> None:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -184,14 +184,12 @@ def read_processes(folder: Path, since_s: float = 0.0) -> list[ProcessStart | Pr
     """Return the starts and ends since a time, oldest first; [] without a launcher's file."""
     file = folder / PROCESSES_FILE
     lines = file.read_bytes().splitlines() if file.is_file() else []
-    return [each for each in _parsed(lines) if each.at_s >= since_s]
-
-
-def _parsed(lines: Iterable[bytes]) -> Iterator[ProcessStart | ProcessEnd]:
+    found: list[ProcessStart | ProcessEnd] = []
     for line in lines:
         with suppress(ValidationError):  # torn by a full disk, or still being written
             kind = ProcessEnd if b'"code":' in line else ProcessStart
-            yield kind.model_validate_json(line)
+            found.append(kind.model_validate_json(line))
+    return [each for each in found if each.at_s >= since_s]
 
 
 def _disk_free(folder: Path) -> int:

@@ -17,19 +17,11 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.staleness import next_step
 
+# fields that are no sums: a difference keeps the newer value
 NO_SUMS = (
-    "target",
-    "running",
-    "cursor",
-    "reentered",
-    "failures_in_row",
-    "filtered_in_row",
-    "tail_step",
-    "begins",
-    "awaited",
-    "awaited_step",
-    "stopped",
-)  # fields that are no sums: a difference keeps the newer value
+    "target", "running", "cursor", "reentered", "failures_in_row", "filtered_in_row", "tail_step",
+    "begins", "awaited", "awaited_step", "stopped",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,7 @@ def kind_of(path: Path) -> str:
     """Return jsonl or parquet, by the suffix. Raises ConfigError, also if pyarrow is missing."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
-            f"{path.name} is neither .jsonl nor .parquet",
-            hint="the suffix selects the format",
+            f"{path.name} is neither .jsonl nor .parquet", hint="the suffix selects the format"
         )
     if path.suffix == ".parquet":
         _pyarrow()

@@ -104,8 +104,7 @@ def stage_before(reply: Sequence[str], gid: str) -> str:
             return str(stage)
         case ["RUNNING", worker]:
             raise GroupHeld(
-                f"{gid} runs on {worker}",
-                hint="name that worker to revoke its lease, or fence it",
+                f"{gid} runs on {worker}", hint="name that worker to revoke its lease, or fence it"
             )
         case ["TAKEN", batch]:
             raise GroupHeld(f"{gid} is in batch {batch}", hint="only the trainer can remove it")

@@ -68,10 +68,7 @@ class GroupPut:
     """Puts groups one after the other, as one operation."""
 
     def __init__(
-        self,
-        context: RunContext,
-        payloads: PayloadStore,
-        counter: Literal["put", "imported"],
+        self, context: RunContext, payloads: PayloadStore, counter: Literal["put", "imported"]
     ) -> None:
         self._store, self._keys, self._limits, _ = context
         self._payloads = payloads

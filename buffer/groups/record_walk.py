@@ -65,10 +65,7 @@ class RecordWalk:
 
         Each page covers up to PAGE_DRAWS draws.
         """
-        for start, stop in (
-            (0, entered.drawn),
-            (IMPORTED_FROM, IMPORTED_FROM + entered.by_hand),
-        ):
+        for start, stop in ((0, entered.drawn), (IMPORTED_FROM, IMPORTED_FROM + entered.by_hand)):
             for first in range(start, stop, PAGE_DRAWS):
                 ends = np.zeros(PAGE_DRAWS, "u1")
                 for end in ENDS:

@@ -207,10 +207,7 @@ def to_store(
 
 
 def described(
-    group: RolloutGroup,
-    status: Status,
-    ref: PayloadRef,
-    limits: RunLimits,
+    group: RolloutGroup, status: Status, ref: PayloadRef, limits: RunLimits
 ) -> dict[str, Arg]:
     """Return the arguments that describe a group of this status and its bytes to a script."""
     return {

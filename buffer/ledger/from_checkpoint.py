@@ -48,11 +48,7 @@ class CheckpointRecovery:
     """Compare and correct a server for the trainer `nonce`, whose opening set `recovering`."""
 
     def __init__(
-        self,
-        context: RunContext,
-        payloads: PayloadStore,
-        ledger: BatchLedger,
-        nonce: str,
+        self, context: RunContext, payloads: PayloadStore, ledger: BatchLedger, nonce: str
     ) -> None:
         self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
@@ -168,11 +164,7 @@ class CheckpointRecovery:
         self._call("reset_ledger", {"step": step, "committed": position.step}, used)
 
     def _call(
-        self,
-        script: str,
-        args: Mapping[str, Arg],
-        tail_args: Sequence[Arg] = (),
-        **facts: int,
+        self, script: str, args: Mapping[str, Arg], tail_args: Sequence[Arg] = (), **facts: int
     ) -> None:
         keys = self._keys.slots(ledger=self._ledger.name, **facts)
         named = {"nonce": self._nonce, **args}

@@ -178,8 +178,7 @@ class Store:
     def eviction(self) -> Eviction:
         """Return whether the servers delete keys when they are full, and how many they deleted."""
         return self.retrying(
-            "eviction",
-            lambda: Eviction.read([client for _, client in self.servers.masters()]),
+            "eviction", lambda: Eviction.read([client for _, client in self.servers.masters()])
         )
 
     def read(

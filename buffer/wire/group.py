@@ -17,14 +17,7 @@ from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
 from buffer.wire.column import parts_of
 from buffer.wire.columns import known_column
-from buffer.wire.document import (
-    STATUSES,
-    Columns,
-    Document,
-    Shared,
-    optional_of,
-    tokens_of,
-)
+from buffer.wire.document import STATUSES, Columns, Document, Shared, optional_of, tokens_of
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams

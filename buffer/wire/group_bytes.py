@@ -62,15 +62,7 @@ import msgpack
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_groups
-from buffer.wire.document import (
-    SCHEMA,
-    Columns,
-    Head,
-    encode_value,
-    pack,
-    read,
-    unpack,
-)
+from buffer.wire.document import SCHEMA, Columns, Head, encode_value, pack, read, unpack
 from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_turns
 from buffer.wire.group import RolloutGroup
 from buffer.wire.seal import Seal

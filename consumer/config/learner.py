@@ -48,14 +48,9 @@ class DistillationConfig(Section):
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlKind = Literal["abs", "k2", "k3"]
 Attention = Literal[
-    "auto",
-    "flash_attention_3",
-    "flash_attention_2",
-    "torch_varlen",
-    "sdpa",
-    "flex_attention",
+    "auto", "flash_attention_3", "flash_attention_2", "torch_varlen", "sdpa", "flex_attention",
     "eager",
-]
+]  # fmt: skip
 OptimizerKind = Literal["adamw", "adamw_8bit"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

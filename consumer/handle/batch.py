@@ -119,7 +119,13 @@ class BatchTable:
         group = np.repeat(np.arange(len(groups)), rollouts)
         tokens = np.bincount(group, lengths, len(groups)).astype(np.int64)
         for name in COLUMNS[1:]:
-            _check_sizes(groups, name, _sizes(columns[name]), tokens)
+            found = _sizes(columns[name])
+            if len(wrong := np.flatnonzero(found != tokens)):
+                n = int(wrong[0])
+                raise WireError(
+                    f"group {groups[n].gid}: lengths add up to {tokens[n]} tokens, but {name} has "
+                    f"{found[n]}"
+                )
         starts = _starts(lengths)
         return cls(
             groups=groups,
@@ -221,16 +227,6 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     found: Ints = np.repeat(starts - _starts(lengths), lengths)
     found += np.arange(len(found))
     return found
-
-
-def _check_sizes(groups: Sequence[RolloutGroup], name: str, found: Ints, expected: Ints) -> None:
-    wrong = np.flatnonzero(found != expected)
-    if len(wrong):
-        n = int(wrong[0])
-        raise WireError(
-            f"group {groups[n].gid}: lengths add up to {expected[n]} tokens, but {name} has "
-            f"{found[n]}"
-        )
 
 
 def _sizes(columns: Sequence[NDArray[Any]]) -> Ints:

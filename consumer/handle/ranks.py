@@ -34,9 +34,6 @@ from consumer.handle.batch import Stopped
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Ranks wait for rank 0, which waits for groups; a death is noticed at once.
-WAIT = timedelta(days=30)
-
 
 def join() -> Ranks:
     """Join the ranks that torchrun or `rolloutmq run` started; return ALONE for a single one.
@@ -52,7 +49,8 @@ def join() -> Ranks:
         own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=own, rank=rank, world_size=size)
-    return Ranks(dist.new_group(backend="gloo", timeout=WAIT))
+    # ranks wait for rank 0, which waits for groups; a death is noticed at once
+    return Ranks(dist.new_group(backend="gloo", timeout=timedelta(days=30)))
 
 
 def select_device(name: str, ranks: Ranks) -> str:

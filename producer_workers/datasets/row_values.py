@@ -74,7 +74,11 @@ def plain(value: Any, depth: int = 0) -> Any:
     if kind in _STAY:
         return value
     if kind is int:
-        return _integer(value)
+        if -(2**63) <= value < 2**64:
+            return value
+        # Python refuses to write thousands of digits
+        shown = f" ({value})" if value.bit_length() < 4 * _SHOWN else ""
+        raise Unstorable(f"is an integer of more than 64 bits{shown}: write it as text")
     if depth == MAX_NESTING:
         raise Unstorable(f"is nested too deeply: at most {MAX_NESTING} levels")
     if kind is list:
@@ -94,14 +98,6 @@ def _text(value: str) -> str:
                 f"is text with half of a surrogate pair, {half}, at character {error.start + 1}"
             ) from None
     return value
-
-
-def _integer(value: int) -> int:
-    if -(2**63) <= value < 2**64:
-        return value
-    # Python refuses to write thousands of digits
-    shown = f" ({value})" if value.bit_length() < 4 * _SHOWN else ""
-    raise Unstorable(f"is an integer of more than 64 bits{shown}: write it as text")
 
 
 def _items(values: Iterable[Any], depth: int) -> list[Any]:

@@ -27,13 +27,8 @@ from buffer.weights.safetensors_files import (
 from producer_workers.engines.base import EngineError, WeightsError
 
 TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "tekken.json",
-    "tiktoken.model",
-]
-
+    "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model",
+]  # fmt: skip
 # settings of adapters that vLLM ignores, or refuses half-way
 OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
 

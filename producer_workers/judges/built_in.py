@@ -27,19 +27,11 @@ from producer_workers.user_code.sandbox import Limits, run_program
 SOURCE_PREFIX = "reasoning_gym/"
 # Their verifiers pass the answer to eval, or to sympy's parse_expr, which evals. A test checks that
 # the list is complete.
-UNSAFE_TASKS = frozenset(
-    {
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-    }
-)
+UNSAFE_TASKS = frozenset({
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens",
+    "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+    "string_insertion",
+})  # fmt: skip
 
 
 def no_score(*, response: str, ground_truth: Any = None, state: object = None) -> float:

@@ -14,14 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from buffer.control.worker_record import JUDGE_BOUNDS_S, Histogram
-from buffer.errors import (
-    JudgeError,
-    JudgeInterrupted,
-    ModelError,
-    RolloutMQError,
-    Skip,
-    describe,
-)
+from buffer.errors import JudgeError, JudgeInterrupted, ModelError, RolloutMQError, Skip, describe
 from buffer.observers import Observer, all_of
 from buffer.wire.own_copy import readers_copy
 from buffer.wire.rollout import RolloutState

@@ -44,10 +44,7 @@ def advise(candidates: Sequence[Simulated]) -> Advice:
     period_s = setting.step_s + setting.sync_s / setting.sync_weights_interval
     demand_s = outcome.busy_s / outcome.steps / setting.sequences
     wanted = demand_s / period_s if period_s else float("inf")
-    reasons = [
-        _against_fastest(candidates, chosen, fastest),
-        _bottleneck(setting, outcome, wanted),
-    ]
+    reasons = [_against_fastest(candidates, chosen, fastest), _bottleneck(setting, outcome, wanted)]
     faster = [n for n, rate in enumerate(rates) if rate > rates[chosen]]
     if biased := [n for n in faster if candidates[n][1].length_ratio < 1 - BIAS]:
         best = max(biased, key=rates.__getitem__)

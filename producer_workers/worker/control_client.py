@@ -17,13 +17,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.control_line import ControlConnection
 from buffer.errors import RunDamaged
 from buffer.run.run import Run
-from producer_workers.worker.inbox import (
-    HintReceived,
-    Inbox,
-    PartEnded,
-    ReceiptAnswered,
-    Signal,
-)
+from producer_workers.worker.inbox import HintReceived, Inbox, PartEnded, ReceiptAnswered, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -22,14 +22,9 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
 # The fields that no agent loop changes, beside `prompt_ids`.
 DRAWN = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "multimodal",
-    "sample_params",
-    "data_source",
+    "messages", "tools", "tool_choice", "multimodal", "sample_params", "data_source",
     "ground_truth",
-)
+)  # fmt: skip
 
 _APPEND = (
     "use state.append(made.token_ids, made.logprobs, made.spans, **made.columns) for sampled "

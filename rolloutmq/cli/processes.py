@@ -57,7 +57,7 @@ def worker(
     groups, and ends it with exit code 130; a second one stops it at once.
     """
     settings = open_config(config, overrides)
-    _serve("worker", settings, redis_url, worker_id, metrics, take_over)
+    asyncio.run(_serve("worker", settings, redis_url, worker_id, metrics, take_over))
 
 
 @command("gateway", epilog="Example: rolloutmq gateway configs/live.toml")
@@ -75,24 +75,8 @@ def gateway(
     key_file returns a key and URLs per rollout; POST /sessions/KEY/reward ends a session. If this
     process dies, another gateway goes on with the same keys.
     """
-    _serve("gateway", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
-
-
-def _serve(
-    role: Literal["worker", "gateway"],
-    settings: Config,
-    redis_url: str | None,
-    worker_id: str | None,
-    metrics: str | None,
-    take_over: bool,
-) -> None:
-    host = socket.gethostname().split(".")[0]
-    name = worker_id or f"{host}-{secrets.token_hex(3)}"
-    log_json(role, settings.run.name, name)
-    follow_owner()
-    work = _work(settings, redis_url, name, metrics, take_over, role)
-    if asyncio.run(work):
-        raise typer.Exit(INTERRUPTED)
+    settings = open_config(config, overrides)
+    asyncio.run(_serve("gateway", settings, redis_url, worker_id, metrics, take_over))
 
 
 @command("producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
@@ -193,15 +177,19 @@ def _open(
     return run, settings
 
 
-async def _work(
+async def _serve(
+    role: Literal["worker", "gateway"],
     settings: Config,
     redis_url: str | None,
-    name: str,
+    worker_id: str | None,
     metrics: str | None,
     take_over: bool,
-    role: str,
-) -> bool:
-    """Return whether a signal ended the work before the run was over."""
+) -> None:
+    """Work until the run is over. Raises Exit if a signal has ended the work before."""
+    host = socket.gethostname().split(".")[0]
+    name = worker_id or f"{host}-{secrets.token_hex(3)}"
+    log_json(role, settings.run.name, name)
+    follow_owner()
     from producer_workers.build import make_worker, start_engine
     from producer_workers.engines import engine_restarts
     from producer_workers.user_functions import check_functions, named_functions
@@ -229,7 +217,8 @@ async def _work(
         await asyncio.to_thread(_await_silence, run, name)
     with observed(run, name, settings):
         await engine_restarts.serve(start, work, settings.engine.restarts)
-    return stopped.is_set()
+    if stopped.is_set():
+        raise typer.Exit(INTERRUPTED)
 
 
 def _await_silence(run: Run, worker: str) -> None:

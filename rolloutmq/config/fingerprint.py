@@ -23,25 +23,13 @@ PART_BYTES = 1 << 18
 """How much of the beginning and of the end of a file is read."""
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tekken.json",
-    "tiktoken.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json",
+    "tiktoken.model", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 SHAPE = (
-    "architectures",
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
 """Keys of config.json in which two models of one family and size agree."""
 
 

@@ -51,7 +51,8 @@ def keep_config(config: Config, origin: Path | Sequence[KeptKey], overrides: Seq
 def read_config(folder: Path) -> list[KeptKey]:
     """Return the keys of the newest start; [] where the folder has none that can be read."""
     try:
-        return [KeptKey(str(name), value, str(source)) for name, value, source in _load(folder)]
+        kept = orjson.loads((folder / FILE).read_bytes())
+        return [KeptKey(str(name), value, str(source)) for name, value, source in kept]
     except (OSError, ValueError, TypeError):
         return []
 
@@ -69,10 +70,6 @@ def differences(folders: Mapping[str, Path]) -> list[tuple[str, list[Any]]]:
         for name in names
         if any(each.get(name) != known[0].get(name) for each in known)
     ]
-
-
-def _load(folder: Path) -> Any:
-    return orjson.loads((folder / FILE).read_bytes())
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

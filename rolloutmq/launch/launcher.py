@@ -282,7 +282,10 @@ class Launcher:
                 self._owned.check()
                 self._note_progress(run)
                 stuck = self._note_stuck(history.last) if history.last else []
-                self._report(notes, [*stuck, *self._keep_alive(run)])
+                news = [*stuck, *self._keep_alive(run)]
+                notes.lines = [*notes.lines, *news][-4:]  # reports that stay on the screen
+                for line in () if self._console.is_terminal else news:
+                    self._console.print(line)
                 time.sleep(POLL_S)
             notes.started_s = self._started_s()
             return self._trainer.succeeded
@@ -323,13 +326,6 @@ class Launcher:
         if self._stuck_on - before and self._console.is_terminal:
             self._console.bell()
         return [f"the run waits: {detail}"] if detail else ["the stopped task was resumed"]
-
-    def _report(self, notes: LiveNotes, news: list[str]) -> None:
-        if self._console.is_terminal:
-            notes.lines = [*notes.lines, *news][-4:]  # reports that stay on the screen
-        else:
-            for line in news:
-                self._console.print(line)
 
     def _keep_alive(self, run: Run) -> list[str]:
         is_over = any(child.succeeded for child in self._children) and _is_over(run)

@@ -26,17 +26,9 @@ from consumer.grpo.policy.column_readers import ColumnReader, MaskReader
 log = logging.getLogger("rolloutmq.trainer")
 
 REASONS = (
-    "not_completed",
-    "missing_reward",
-    "length_mismatch",
-    "no_prompt",
-    "multimodal",
-    "routed_experts",
-    "sampling_mask",
-    "unread_column",
-    "overlong",
-    "truncated",
-)
+    "not_completed", "missing_reward", "length_mismatch", "no_prompt", "multimodal",
+    "routed_experts", "sampling_mask", "unread_column", "overlong", "truncated",
+)  # fmt: skip
 
 
 UNREAD = (

@@ -394,11 +394,7 @@ class TrainController:
         if norm is not None:
             self.skipped_in_a_row = 0
             scale = min(1.0, self._config.max_grad_norm / max(norm, 1e-30))
-            return {
-                "optim/grad_norm": norm,
-                "optim/clip_scale": scale,
-                "optim/learning_rate": rate,
-            }
+            return {"optim/grad_norm": norm, "optim/clip_scale": scale, "optim/learning_rate": rate}
         self.skipped_in_a_row += 1
         what = (
             f"the gradient of optimizer step {policy.step} is not finite: no weight was changed. "

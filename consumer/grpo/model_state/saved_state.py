@@ -24,14 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from buffer.errors import ModelError, RolloutMQError
-from consumer.handle.checkpoint import (
-    ROWS,
-    keep_digest,
-    opened,
-    spans_of,
-    state_name,
-    state_paths,
-)
+from consumer.handle.checkpoint import ROWS, keep_digest, opened, spans_of, state_name, state_paths
 from consumer.handle.ranks import Ranks
 
 

@@ -16,13 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "generation_config.json",
-    "vocab*",
+    "tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab*",
     "merges*",
-)
+)  # fmt: skip
 
 
 def check_model_folder(path: Path) -> None:

@@ -52,9 +52,7 @@ def loops(group: RolloutGroup) -> NDArray[np.bool_]:
     # tails at the right of a matrix; padding differs from each token, and is not counted
     places = np.cumsum(group.lengths)[:, None] - width + np.arange(width)
     tails = np.where(
-        np.arange(width) >= width - lengths[:, None],
-        group.response_ids[np.maximum(places, 0)],
-        -1,
+        np.arange(width) >= width - lengths[:, None], group.response_ids[np.maximum(places, 0)], -1
     )
     for period in range(1, min(LONGEST_LOOP, width // 3) + 1):
         same = (tails[:, period:] == tails[:, :-period]) & (tails[:, :-period] >= 0)
@@ -78,9 +76,7 @@ def reward_parts(group: RolloutGroup) -> dict[str, float]:
 
 
 def learning_metrics(
-    gids: Sequence[str],
-    answers: Sequence[Sequence[Answer]],
-    parts: Sequence[Mapping[str, float]],
+    gids: Sequence[str], answers: Sequence[Sequence[Answer]], parts: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
     """Return the metrics of a batch: of each group, its rollouts and the parts of its rewards."""
     by_task: defaultdict[str, list[Sequence[Answer]]] = defaultdict(list)

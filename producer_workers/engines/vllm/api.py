@@ -38,31 +38,18 @@ EXTENSION = "producer_workers.engines.vllm.worker_extension.WeightLoader"
 UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 CHOSEN = (
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "kv_cache_memory_bytes",
-    "gpu_memory_utilization",
+    "dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
     "enforce_eager",
-)
+)  # fmt: skip
 RECORDED = {
     "routed_experts": "enable_return_routed_experts",
     "sampling_mask": "return_sampling_mask",
 }
 """What vLLM can record of each token: the key of [engine], and vLLM's argument."""
 SAMPLED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "stop_token_ids",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "seed",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 CPU_DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,

@@ -56,7 +56,14 @@ class VllmImages(GroupImages):
         refs = self._shown.get(gid)
         if not refs:
             return None
-        runs = self._find_runs(gid, prompt_ids, refs)
+        if self._token is None:
+            raise GenerationError(f"{gid} shows images, but {self._model_dir} is a text model")
+        try:
+            runs = find_runs(prompt_ids, self._token, [ref.tokens for ref in refs])
+        except ValueError as error:
+            raise GenerationError(
+                f"the prompt of {gid} does not fit its images: {error}"
+            ) from error
         ids = prompt_ids[: runs[-1].stop]
         key = gid, ids.tobytes()
         if key not in self._heads:
@@ -64,18 +71,6 @@ class VllmImages(GroupImages):
         # Shielded, since one request of the group may be cancelled alone.
         head = await asyncio.shield(self._heads[key])
         return {**head, "prompt_token_ids": prompt_ids.tolist()}
-
-    def _find_runs(
-        self, gid: str, prompt_ids: NDArray[np.int32], refs: Sequence[MediaRef]
-    ) -> list[slice]:
-        if self._token is None:
-            raise GenerationError(f"{gid} shows images, but {self._model_dir} is a text model")
-        try:
-            return find_runs(prompt_ids, self._token, [ref.tokens for ref in refs])
-        except ValueError as error:
-            raise GenerationError(
-                f"the prompt of {gid} does not fit its images: {error}"
-            ) from error
 
     async def _head(
         self,

@@ -276,55 +276,15 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
 
 
 _AMBIGUOUS = re.compile(r"\d,\d|\d\.\d{3}")
-_COMMA_WORDS = frozenset(
-    [
-        "antwort",
-        "beträgt",
-        "lautet",
-        "ergebnis",
-        "lösung",
-        "ergibt",
-        "réponse",
-        "résultat",
-        "égale",
-        "respuesta",
-        "resultado",
-        "solución",
-        "risposta",
-        "risultato",
-        "resposta",
-        "ответ",
-        "равно",
-        "odpowiedź",
-        "antwoord",
-        "svar",
-    ]
-)
-_COMMA_HINTS = frozenset(
-    [
-        "der",
-        "das",
-        "und",
-        "ist",
-        "sind",
-        "est",
-        "les",
-        "une",
-        "dans",
-        "los",
-        "las",
-        "del",
-        "della",
-        "gli",
-        "são",
-        "uma",
-        "не",
-        "это",
-        "het",
-        "een",
-        "och",
-    ]
-)
+_COMMA_WORDS = frozenset({
+    "antwort", "beträgt", "lautet", "ergebnis", "lösung", "ergibt", "réponse", "résultat", "égale",
+    "respuesta", "resultado", "solución", "risposta", "risultato", "resposta", "ответ", "равно",
+    "odpowiedź", "antwoord", "svar",
+})  # fmt: skip
+_COMMA_HINTS = frozenset({
+    "der", "das", "und", "ist", "sind", "est", "les", "une", "dans", "los", "las", "del", "della",
+    "gli", "são", "uma", "не", "это", "het", "een", "och",
+})  # fmt: skip
 
 
 def has_decimal_commas(text: str, response: str) -> bool:

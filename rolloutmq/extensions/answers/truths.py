@@ -10,15 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from producer_workers.judges.response_text import text_of
-from rolloutmq.extensions.answers.grammar import (
-    JOIN,
-    LEAD,
-    UNIT,
-    Reading,
-    is_left,
-    kinds_of,
-    read,
-)
+from rolloutmq.extensions.answers.grammar import JOIN, LEAD, UNIT, Reading, is_left, kinds_of, read
 from rolloutmq.extensions.answers.spans import AnswerSpan, has_decimal_commas, spans
 from rolloutmq.extensions.answers.values import BOX_END, BOX_START, GUESS, Value, plain
 

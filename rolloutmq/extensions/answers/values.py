@@ -452,16 +452,7 @@ def _latex(tokens: list[Token], numbers: list[Fraction], has_decimal_commas: boo
         elif token.text in _CLOSING and (token.text != "|" or "|" not in closing):
             text = _opening(tokens, at)
             closing.append({"{": "}", "\\{": "\\}"}.get(text, _CLOSING[token.text]))
-        elif closing and token.text in (
-            ")",
-            "]",
-            "}",
-            "\\}",
-            "|",
-            "\\rfloor",
-            "\\rceil",
-            "\\rangle",
-        ):
+        elif closing and token.text in (*")]}|", "\\}", "\\rfloor", "\\rceil", "\\rangle"):
             text = token.text if closing[-1] == ")]" else closing[-1]
             closing.pop()
         else:

@@ -166,14 +166,10 @@ def _read(field: str, observation: Mapping[str, Any]) -> str | Messages:
     found: Any = fields[field] if field else fields
     if not field and len(fields) == 1:
         (found,) = fields.values()
-    is_read = isinstance(found, str) or _is_chat(found)
-    return found if is_read else orjson.dumps(found).decode()
-
-
-def _is_chat(found: Any) -> bool:
-    return isinstance(found, list) and all(
+    is_chat = isinstance(found, list) and all(
         isinstance(each, dict) and {"role", "content"} <= each.keys() for each in found
     )
+    return found if is_chat or isinstance(found, str) else orjson.dumps(found).decode()
 
 
 def _behind(messages: Messages, observed: str | Messages) -> Messages:

@@ -101,28 +101,21 @@ def open_tasks(section: HarborSection, *_: Any) -> Dataset:
 
 
 def _record(task: Path, source: str) -> dict[str, Any]:
-    file = _instruction(task, _config(task / _CONFIG))
+    settings = task / _CONFIG
+    try:
+        config = tomllib.loads(_content(settings))
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is one
+        raise _fault(settings, str(error)) from error
+    file = task / "instruction.md"
+    if "steps" in config:
+        try:
+            file = task / "steps" / str(config["steps"][0]["name"]) / "instruction.md"
+        except (LookupError, TypeError) as error:
+            raise _fault(settings, "steps is no list of tables with a name") from error
     instruction = _content(file)
     if not instruction.strip():
         raise _fault(file, "is empty")
     return {"question": instruction, "data_source": source, "task_path": str(task)}
-
-
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(_content(file))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is one
-        raise _fault(file, str(error)) from error
-
-
-def _instruction(task: Path, config: dict[str, Any]) -> Path:
-    """Return the file of the task's instruction, or of its first step's."""
-    if "steps" not in config:
-        return task / "instruction.md"
-    try:
-        return task / "steps" / str(config["steps"][0]["name"]) / "instruction.md"
-    except (LookupError, TypeError) as error:
-        raise _fault(task / _CONFIG, "steps is no list of tables with a name") from error
 
 
 def _content(file: Path) -> str:
@@ -176,10 +169,7 @@ def _messages(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     given = asked["input"]
     for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
         if "role" in item and "content" in item:
-            yield {"role": item["role"], "content": _text(item["content"])}
-
-
-def _text(content: Any) -> str:
-    return (
-        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    )
+            content = item["content"]
+            if not isinstance(content, str):
+                content = "".join(part.get("text", "") for part in content)
+            yield {"role": item["role"], "content": content}

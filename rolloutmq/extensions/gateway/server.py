@@ -74,11 +74,7 @@ SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` 
 
 # A client that is sent to another gateway has its key in the path. So have agents of NeMo Gym, for
 # which it is the name of their run.
-KEY_IN_PATH = (
-    "/sessions/{key}",
-    "/ng-rollout/{key}",
-    "/ng-rollout/{key}/training-token-capture",
-)
+KEY_IN_PATH = ("/sessions/{key}", "/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
 
 
 _SHARED = WeakValueDictionary[tuple[type, int], Any]()  # by the id of the section that each holds

@@ -24,7 +24,8 @@ def of_task(segments: Sequence[Segment], question: str) -> list[Segment]:
     """
 
     def fitness(segment: Segment) -> tuple[bool, bool]:
-        asks = _asks(segment, question)
+        messages = segment.messages[: segment.ends[0].messages - 1]
+        asks = any(question in str(each["content"]) for each in messages)
         is_early = asks or not segment.ends[0].after
         return asks, is_early and isinstance(segment.tools, list)
 
@@ -40,11 +41,6 @@ def why_other(segment: Segment, own: Sequence[Segment]) -> str:
     """Return in what a segment of another conversation differs from the task's: system or tools."""
     prompts = [_system_prompt(each) for each in own]
     return "other_tools" if _system_prompt(segment) in prompts else "other_system"
-
-
-def _asks(segment: Segment, question: str) -> bool:
-    messages = segment.messages[: segment.ends[0].messages - 1]
-    return any(question in str(each["content"]) for each in messages)
 
 
 def _carries_on(new: Segment, known: Segment) -> bool:

@@ -75,18 +75,15 @@ class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
         counts = self._run.limits.mix().shares(facts.global_step)
         self._batch = await self._consumer.take_batch(facts.global_step, counts)
         prompts = [each.instance_id for each in input_batch["trajectory_ids"]]
-        self._check_sizes(self._batch, [prompts.count(uid) for uid in dict.fromkeys(prompts)])
-        return output_of(self._batch)
-
-    def _check_sizes(self, batch: Batch, expected: list[int]) -> None:
-        """Refuse a batch that the trainer would compare across groups."""
-        found = [len(group) for group in batch.groups]
-        if found != expected:
+        expected = [prompts.count(uid) for uid in dict.fromkeys(prompts)]
+        found = [len(group) for group in self._batch.groups]
+        if found != expected:  # the trainer would compare rollouts across groups
             raise ConfigError(
-                f"step {batch.step} has groups of {found} rollouts, SkyRL expects {expected}",
+                f"step {self._batch.step} has groups of {found} rollouts, SkyRL expects {expected}",
                 hint="let [plan] batch_size be trainer.train_batch_size, and prompt_repeat_k "
                 "generator.n_samples_per_prompt",
             )
+        return output_of(self._batch)
 
     # -- the callback --------------------------------------------------------------------------
 

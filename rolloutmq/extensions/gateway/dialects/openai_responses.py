@@ -64,7 +64,9 @@ def _add(messages: list[Json], item: Any) -> None:
         case {"role": str(role), "content": content}:
             messages.append({"role": role, "content": joined_text(content, _TEXTS)})
         case {"type": "reasoning"}:
-            _turn(messages, "reasoning_content")["reasoning_content"] = _thought(item)
+            said = item.get("content") or item.get("summary") or []  # none: the client dropped it
+            thought = joined_text(said, ("reasoning_text", "summary_text")) or None
+            _turn(messages, "reasoning_content")["reasoning_content"] = thought
         case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
             _add_call(messages, call, _whole_name(item.get("namespace"), name), given)
         case {"type": "custom_tool_call", "call_id": str(call), "name": name, "input": str(text)}:
@@ -96,12 +98,6 @@ def _turn(messages: list[Json], part: str = "") -> Json:
         last = {"role": "assistant"}
         messages.append(last)
     return last
-
-
-def _thought(item: Json) -> str | None:
-    """Return the text of a thought; None if the client has dropped it."""
-    said = item.get("content") or item.get("summary") or []
-    return joined_text(said, ("reasoning_text", "summary_text")) or None
 
 
 def _messages(given: Any) -> Any:

@@ -52,11 +52,7 @@ class LiveGateway(Gateway):
     """The gateway of a process that serves the live `tasks` of a run."""
 
     def __init__(
-        self,
-        section: GatewaySection,
-        room: LiveRoom,
-        run: Run,
-        tasks: tuple[str, ...],
+        self, section: GatewaySection, room: LiveRoom, run: Run, tasks: tuple[str, ...]
     ) -> None:
         super().__init__(section)
         self.room = room
