@@ -274,7 +274,13 @@ class _Inbox:
 
     def _more(self) -> None:
         if self._end == len(self._memory):
-            self._grow()
+            kept = self._base if self._joined else self._start
+            larger = _memory(2 * (self._end - kept) + _LARGE_BYTES)
+            larger[: self._end - kept] = self._memory[kept : self._end]
+            self._memory = larger
+            self._base = 0
+            self._start -= kept
+            self._end -= kept
         if not self._receive(len(self._memory) - self._end):
             raise redis.ConnectionError("Connection closed by server.")
 
@@ -289,12 +295,3 @@ class _Inbox:
             raise redis.ConnectionError(f"Error while reading from socket: {error}") from error
         self._end += received
         return received
-
-    def _grow(self) -> None:
-        kept = self._base if self._joined else self._start
-        larger = _memory(2 * (self._end - kept) + _LARGE_BYTES)
-        larger[: self._end - kept] = self._memory[kept : self._end]
-        self._memory = larger
-        self._base = 0
-        self._start = self._start - kept
-        self._end = self._end - kept

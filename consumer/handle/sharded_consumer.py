@@ -67,7 +67,13 @@ class ShareReader(BatchReader):
             self._step = manifest.step
             self._share, problems = super().read(manifest, known)
             return self._share, problems
-        shares = balanced_shares(self._tokens(manifest), ranks.size)
+        reads = [("HGET", self._run.keys.group(gid), "tokens") for gid in manifest.gids]
+        tokens: list[Any] = self._run.store.send("tokens", reads)
+        # the bytes of a group stand in for the tokens that no record has
+        weights = [
+            int(n or entry.payload.size) for n, entry in zip(tokens, manifest.entries, strict=True)
+        ]
+        shares = balanced_shares(weights, ranks.size)
         problems = self.read_share(manifest.step, manifest.lines, shares)
         if "" in problems:
             raise StepFailed(
@@ -87,16 +93,6 @@ class ShareReader(BatchReader):
         except RolloutMQError as error:
             problems = {"": f"rank {ranks.rank}: {type(error).__name__}: {error}"}
         return {gid: why for part in ranks.gather(problems) for gid, why in part.items()}
-
-    def _tokens(self, manifest: Manifest) -> list[int]:
-        """Return the generated tokens of each group by its record, or its bytes if it has none."""
-        records = [self._run.keys.group(entry.gid) for entry in manifest.entries]
-        found: list[Any] = self._run.store.send(
-            "tokens", [("HGET", key, "tokens") for key in records]
-        )
-        return [
-            int(n or entry.payload.size) for n, entry in zip(found, manifest.entries, strict=True)
-        ]
 
 
 def check_unchanged(groups: Sequence[RolloutGroup], ranks: Ranks) -> None:

@@ -86,7 +86,15 @@ def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Pr
     rest |= {name: values[found] for name, found in fields.items()}
     given = {key: rest.pop(key, None) or None for key in ("tools", "structured")}
     given["data_source"] = rest.pop("data_source", None)
-    given["messages"] = rest.pop("messages") if "messages" in rest else _question(rest)
+    key = next((name for name in ("messages", "prompt", "question") if name in rest), None)
+    if key is None:
+        raise ValueError('there is no prompt: none of "messages", "prompt", "question"')
+    asked = rest.pop(key)
+    if key != "messages":
+        if not isinstance(asked, str) or not asked.strip():
+            raise ValueError(f'"{key}" is not a text, or empty')
+        asked = [{"role": "user", "content": asked}]
+    given["messages"] = asked
     truth = rest.pop("ground_truth" if "ground_truth" in rest else "answer", None)
     extra = rest.pop("extra", None) or {}
     if not isinstance(extra, dict):
@@ -97,17 +105,6 @@ def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Pr
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f'"{where}": {first["msg"].removeprefix("Value error, ")}') from error
-
-
-def _question(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a record with a question, which is taken out."""
-    key = next((name for name in ("prompt", "question") if name in record), None)
-    if key is None:
-        raise ValueError('there is no prompt: none of "messages", "prompt", "question"')
-    prompt = record.pop(key)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f'"{key}" is not a text, or empty')
-    return [{"role": "user", "content": prompt}]
 
 
 def without_images(to_problem: ToProblem) -> ToProblem:

@@ -19,7 +19,7 @@ from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run.run import Run
 from buffer.wire.staleness import staleness
-from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, model_folders
+from consumer.handle.sample_log import SampleLog, TokenTexts, model_folders
 from producer_workers.user_code.failure import failure_text
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, GroupId, Output, Target, on_run, or_folder
@@ -143,7 +143,21 @@ def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval
     samples = SampleLog(folder).read(step) if step and not is_eval else []
     if not samples:
         raise error
-    return _logged(samples)
+    groups = []
+    for sample in samples:
+        members = sample["members"]
+        versions = [span["version"] for member in members for span in member["spans"]]
+        scores = [(member["reward"] or {}).get("score") for member in members]
+        known_scores = [score for score in scores if score is not None]
+        groups.append({
+            **{name: sample[name] for name in ("gid", "why", "staleness")},
+            "samples": len(members),
+            "version": min(versions, default=None),
+            "reward": sum(known_scores) / len(members) if known_scores else None,
+        })  # fmt: skip
+    title = f"of step {step}, the sample log has these {len(groups)} groups"
+    shown = _listed(groups, "why", "samples", "version", "staleness", "reward")
+    return Output({"step": step, "is_sample": True, "groups": groups}, [title, *shown])
 
 
 @command("batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
@@ -182,25 +196,6 @@ def batch(
     if target.run_dir is None:
         raise error
     return _batch_logged(target.run_dir, error, step, is_eval)
-
-
-def _logged(samples: list[Sample]) -> Output:
-    groups = []
-    for sample in samples:
-        members = sample["members"]
-        versions = [span["version"] for member in members for span in member["spans"]]
-        scores = [(member["reward"] or {}).get("score") for member in members]
-        known_scores = [score for score in scores if score is not None]
-        groups.append({
-            **{name: sample[name] for name in ("gid", "why", "staleness")},
-            "samples": len(members),
-            "version": min(versions, default=None),
-            "reward": sum(known_scores) / len(members) if known_scores else None,
-        })  # fmt: skip
-    step = samples[0]["step"]
-    title = f"of step {step}, the sample log has these {len(groups)} groups"
-    shown = _listed(groups, "why", "samples", "version", "staleness", "reward")
-    return Output({"step": step, "is_sample": True, "groups": groups}, [title, *shown])
 
 
 def _listed(groups: list[dict[str, Any]], *names: str) -> list[RenderableType]:

@@ -215,7 +215,7 @@ def _fsync(info: Mapping[str, Any], policy: str | None) -> ServerFinding:
         return _error(what, why, fix)
     what = "CONFIG GET is forbidden for this user"
     kind, text, version = _version_of(info)
-    if kind == "Valkey" or version >= (7, 2):
+    if kind == "Valkey" or version >= (7, 2):  # it has WAITAOF
         return _ok(what, "appendfsync is not known, so each durable call waits for the disk")
     why = f"unless appendfsync is always, a crash of {kind} {text} loses acknowledged work"
     return _warning(what, why, "Ask its administrator: redis-cli CONFIG GET appendfsync")

@@ -70,7 +70,12 @@ class StepRecorder(Reporter):
             metrics |= columns.rewards_by_task()
         with self._lock:
             if not self._steps:
-                self._begin(step)
+                self.open(open_writers(self._config, step))
+                steps = read_steps(self._config.run.folder)
+                logged = steps[-1].step if steps else 0
+                for before in range(max(logged, self._run.ledger.steps().freed) + 1, step):
+                    if missing := self._run.ledger.manifest(before):
+                        self.add_step(before, "", missing.gids, staleness_metrics(missing), {})
             self._write(step - 1)
             # trainers take ahead: these may still be reported
             self._steps = {n: kept for n, kept in self._steps.items() if step - 8 < n < step}
@@ -91,14 +96,6 @@ class StepRecorder(Reporter):
         with self._lock:
             self._write(step)
         self.flush()
-
-    def _begin(self, first: int) -> None:
-        self.open(open_writers(self._config, first))
-        steps = read_steps(self._config.run.folder)
-        logged = steps[-1].step if steps else 0
-        for step in range(max(logged, self._run.ledger.steps().freed) + 1, first):
-            if manifest := self._run.ledger.manifest(step):
-                self.add_step(step, "", manifest.gids, staleness_metrics(manifest), {})
 
     def _write(self, last: int) -> None:
         """Write the steps up to `last` that are not; again those that such a line replaces."""

@@ -105,13 +105,6 @@ class Scoring:
         self.known = 0
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def _add(self, logits: Tensor, targets: list[int]) -> None:
-        """Add the scores of tokens, of which float[n, V] are the logits."""
-        logprobs = torch.log_softmax(logits.float(), -1)
-        chosen = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
-        best = logprobs.topk(self._top_k)
-        self._parts.append((chosen.cpu(), best.indices.int().cpu(), best.values.cpu()))
-
     def read_on(self, model: Any, device: str) -> None:
         """Read the next part with a causal model."""
         if self.cache is None:
@@ -130,7 +123,11 @@ class Scoring:
         )
         self.cache = output.past_key_values
         if targets:
-            self._add(output.logits[0, : len(targets)], targets)
+            logprobs = torch.log_softmax(output.logits[0, : len(targets)].float(), -1)
+            column = torch.tensor(targets, device=logprobs.device)[:, None]
+            chosen = logprobs.gather(1, column)[:, 0]
+            best = logprobs.topk(self._top_k)
+            self._parts.append((chosen.cpu(), best.indices.int().cpu(), best.values.cpu()))
         if self.known == len(self.ids):
             self.finish("length")
 

@@ -213,11 +213,7 @@ def _behind(before: str, after: str) -> str:
     )
     if not link and not is_direct:  # "Answer 18", but not "many answer 18"
         return ""
-    start = link.end() if link else int(after.startswith(">"))
-    return _first_sentence(after[start:])
-
-
-def _first_sentence(text: str) -> str:
+    text = after[link.end() if link else int(after.startswith(">")) :]
     noise = _NOISE.match(text)
     text = _ABBREVIATION.sub(r"\1", text[noise.end() if noise else 0 :])
     end = _SENTENCE_END.search(text)

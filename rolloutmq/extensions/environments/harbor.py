@@ -37,7 +37,6 @@ from rolloutmq.extensions.gateway.agents import (
     EVERY_ROLE,
     MODEL,
     AgentError,
-    AgentTask,
     Begin,
     Earned,
     end_process,
@@ -119,12 +118,16 @@ class HarborAgent:
     async def run(self, begin: Begin) -> Earned:
         """Return the reward of the trial's tests. Raises TrialFailed, Skip."""
         task = begin()
+        folder = task.extra.get(TASK_PATH)
+        if not isinstance(folder, str) or not Path(folder).is_dir():
+            hint = 'dataset = { kind = "harbor", ... } names it, by a path that all machines share'
+            raise TrialFailed(f"{TASK_PATH} = {folder!r} is no folder of this machine", hint=hint)
         name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
         agent = self._config["agent"]
         kept = self._trials_dir and Path(self._trials_dir).absolute()
         config = {
             **self._config,
-            "task": {"path": _task_folder(task)},
+            "task": {"path": folder},
             "trial_name": name,
             "trials_dir": str(kept or Path(tempfile.gettempdir()) / name),
             "agent": {**agent, "env": {**agent.get("env", {}), **task.variables}},
@@ -160,14 +163,6 @@ class HarborAgent:
         return rewards
 
     def close(self) -> None: ...  # each process ends with its session
-
-
-def _task_folder(task: AgentTask) -> str:
-    folder = task.extra.get(TASK_PATH)
-    if not isinstance(folder, str) or not Path(folder).is_dir():
-        hint = 'dataset = { kind = "harbor", ... } names it, by a path that all machines share'
-        raise TrialFailed(f"{TASK_PATH} = {folder!r} is no folder of this machine", hint=hint)
-    return folder
 
 
 def _line(error: Mapping[str, str]) -> str:

@@ -78,20 +78,18 @@ class EpisodePlayer:
 
     async def _ask(self, task: AgentTask, began: Callable[[Any], None]) -> Any:
         vf = import_package("verifiers.v1", REQUIREMENT)
+        kind = type(self._environment.taskset).task_type()
+        data = kind.data_type().model_validate(task.extra or {"prompt": task.question})
+        theirs = kind(data, self._environment.config.taskset.task)
         variable = f"ROLLOUTMQ_SESSION_{token_hex(8)}"
         # the client takes the name of a variable, not a key, and sends a trace's id in a header
         os.environ[variable] = task.role(BY_HEADER).api_key
         try:
             client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
             context = vf.ModelContext(client=client, model=task.model, sampling=vf.SamplingConfig())
-            return await self._environment.run_episode(self._task(task), context, on_trace=began)
+            return await self._environment.run_episode(theirs, context, on_trace=began)
         finally:
             del os.environ[variable]
-
-    def _task(self, task: AgentTask) -> Any:
-        kind = type(self._environment.taskset).task_type()
-        data = kind.data_type().model_validate(task.extra or {"prompt": task.question})
-        return kind(data, self._environment.config.taskset.task)
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:

@@ -43,8 +43,17 @@ def said_in(message: dict[str, Any]) -> tuple[Any, str | None, list[Any]]:
     ids = [call["id"] for call in message.get("tool_calls", ())]
     if message["role"] != "assistant":
         return message, None, ids
-    thought, turn = _of_model(message)
-    return turn, thought, ids
+    thought, text = split_thought(message["content"])
+    kept_apart = next((message[key] for key in _THOUGHT if key in message), None)
+    if kept_apart is not None:
+        thought = kept_apart.strip()
+    calls = [
+        (call["function"]["name"], _value(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    own = ("content", "tool_calls", *_THOUGHT)
+    rest = {key: value for key, value in message.items() if key not in own}
+    return (rest, text.strip(), calls), thought, ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +115,6 @@ class Conversation:
         return Conversation(
             self.turns + other.turns, self.thoughts + other.thoughts, self.calls + other.calls
         )
-
-
-def _of_model(message: dict[str, Any]) -> tuple[str | None, Any]:
-    """Return the thought of the model's message, and what else must be the same in it."""
-    thought, text = split_thought(message["content"])
-    kept_apart = next((message[key] for key in _THOUGHT if key in message), None)
-    if kept_apart is not None:
-        thought = kept_apart.strip()
-    calls = [
-        (call["function"]["name"], _value(call["function"]["arguments"]))
-        for call in message.get("tool_calls", ())
-    ]
-    own = ("content", "tool_calls", *_THOUGHT)
-    rest = {key: value for key, value in message.items() if key not in own}
-    return thought, (rest, text.strip(), calls)
 
 
 def _value(arguments: str) -> Any:

@@ -138,14 +138,20 @@ class Session:
         cannot be asked or stored.
         """
         ask = ask.forcing_a_call(self._parser)
-        if self.unsent and (turn := await in_thread_of_texts(ask.size, self._recorded, ask)):
-            return turn
+        if self.unsent and (known := await in_thread_of_texts(ask.size, self._recorded, ask)):
+            return known
         self._check_open()
         ask.check(self._params, self._engine)
         request = _Request(next(self._numbers), self._answered)
         self._running.add(request)
         try:
-            return await self._sample(request, ask)
+            reading = await in_thread_of_texts(ask.size, self._claim, request, ask)
+            made = await self._generate(request, reading, ask)
+            read = len(reading.context.ids)
+            turn, text, calls = await in_tokenizer_thread(self._turn, request, made, ask, read)
+            message = {"role": _RAW, "content": text} if ask.prompt else turn.message
+            self._keep(request, reading, made, message, text, calls, ask)
+            return turn
         finally:
             self._running.remove(request)
 
@@ -186,15 +192,6 @@ class Session:
         reading = await in_thread_of_texts(ask.size, self._context, ask)
         return len(reading.context.ids)
 
-    async def _sample(self, request: _Request, ask: Ask) -> SampledTurn:
-        reading = await in_thread_of_texts(ask.size, self._claim, request, ask)
-        made = await self._generate(request, reading, ask)
-        read = len(reading.context.ids)
-        turn, text, calls = await in_tokenizer_thread(self._turn, request, made, ask, read)
-        message = {"role": _RAW, "content": text} if ask.prompt else turn.message
-        self._keep(request, reading, made, message, text, calls, ask)
-        return turn
-
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
         check_storable([], ask.tools)
@@ -230,14 +227,6 @@ class Session:
             self.truncation = _FULL
             raise SessionClosed(_FULL)
 
-    def _check_room(self, parent: Segment | None) -> None:
-        """Raise if the running requests could need more than MOST_SEGMENTS."""
-        adds_one = parent not in self.segments or len(self._running) > 1
-        if adds_one and len(self.segments) + len(self._running) > MOST_SEGMENTS:
-            raise ConfigError(
-                f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
-            )
-
     def _fills_context(self, tokens: int) -> bool:
         """Return whether `tokens` fill the engine's context, and record the truncation if so."""
         context = context_length(self._engine)
@@ -247,7 +236,11 @@ class Session:
 
     async def _generate(self, request: _Request, reading: Reading, ask: Ask) -> Generation:
         context = reading.context
-        self._check_room(reading.parent)
+        adds_one = reading.parent not in self.segments or len(self._running) > 1
+        if adds_one and len(self.segments) + len(self._running) > MOST_SEGMENTS:
+            raise ConfigError(
+                f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
+            )
         if self._fills_context(len(context.ids)):
             raise ContextFull(self.truncation)
         async with self._budget.reserve(ask.max_tokens) as allowed:

@@ -137,7 +137,13 @@ class TrainerSteps:
 
         Raises LedgerError if a group of the step could not be read, and none replaces it.
         """
-        self._commit(self._queue.newest_step())
+        saved = self._queue.newest_step()
+        if self._committed < saved <= self._position.step:
+            # verl has a newer checkpoint: the batches before the last one are freed
+            self._consumer.commit(saved, keep=self._committed)
+            self._position.forget(self._committed)
+            self._queue.forget_positions(self._committed)
+            self._committed = saved
         step = self._position.step + 1
         if self._position.step % self._queue.sync == 0:
             # verl has sent these weights; the run needs their name, to which samples refer
@@ -166,14 +172,6 @@ class TrainerSteps:
             return self._consumer.take_batch(step, counts, deadline_s=0)
         except (TimeoutError, Stopped):
             return None
-
-    def _commit(self, step: int) -> None:
-        """Commit the steps of verl's newest checkpoint, and free those of the one before."""
-        if self._committed < step <= self._position.step:
-            self._consumer.commit(step, keep=self._committed)
-            self._position.forget(self._committed)
-            self._queue.forget_positions(self._committed)
-            self._committed = step
 
     def close(self) -> None:
         self._consumer.close()

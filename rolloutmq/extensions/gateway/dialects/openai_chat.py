@@ -242,14 +242,12 @@ def _plain_call(call: Any) -> Json:
     """Return a call as this gateway writes it; agents add white space and fields."""
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
-            function = {"name": name, "arguments": _plain_arguments(arguments)}
+            if isinstance(arguments, str):
+                with suppress(ValueError):
+                    arguments = read_json(arguments)
+            if not isinstance(arguments, str):
+                arguments = write_json(arguments)
+            function = {"name": name, "arguments": arguments}
             if isinstance(call_id := call.get("id"), str | None):
                 return {"id": call_id, "type": "function", "function": function}
     raise ValueError("tool_calls: each has an id, and a function with name and arguments")
-
-
-def _plain_arguments(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = read_json(arguments)
-    return arguments if isinstance(arguments, str) else write_json(arguments)

@@ -143,7 +143,11 @@ def _tools(tools: Any, namespace: str = "") -> Any:
                 parameters = tool.get("parameters") or {}
                 functions.append(function_tool(name, tool.get("description"), parameters))
             case {"type": "custom"}:
-                functions.append(_custom_tool(tool))
+                known = [tool.get("description")]
+                if isinstance(form := tool.get("format"), dict) and "definition" in form:
+                    known.append(form["definition"])
+                described = "\n\n".join(map(str, filter(None, known)))
+                functions.append(function_tool(tool.get("name"), described, _FREE_TEXT))
             case {"type": "namespace", "name": str(name), "tools": list(inner)} if not namespace:
                 functions += _tools(inner, name)
             case {"type": kind}:
@@ -151,15 +155,6 @@ def _tools(tools: Any, namespace: str = "") -> Any:
             case _:
                 raise ValueError("each tool has a type")
     return functions
-
-
-def _custom_tool(tool: Json) -> Json:
-    known = [tool.get("description")]
-    match tool.get("format"):
-        case {"definition": grammar}:
-            known.append(grammar)
-    described = "\n\n".join(map(str, filter(None, known)))
-    return function_tool(tool.get("name"), described, _FREE_TEXT)
 
 
 def _names_of_custom(tools: Any) -> list[Any]:
@@ -208,11 +203,19 @@ class ResponsesRequest(ToolRequest):
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
         is_cut = turn.made.finish_reason == "length"
+        made = len(turn.made.token_ids)
+        usage = {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": turn.prompt_tokens + made,
+        }
         return self._begun(turn.name) | {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [item for item, _ in _items(turn, self.custom)],
-            "usage": _usage(turn),
+            "usage": usage,
         }
 
     def waiting(self) -> bytes:
@@ -300,14 +303,3 @@ def _with_text(item: Json, part: Json, more: Json) -> tuple[Json, Sequence[Json]
         {"type": "response.content_part.done", "part": part},
     ]
     return {**item, "content": [part]}, [{**each, "content_index": 0} for each in events]
-
-
-def _usage(turn: SampledTurn) -> Json:
-    made = len(turn.made.token_ids)
-    return {
-        "input_tokens": turn.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": turn.prompt_tokens + made,
-    }
