@@ -47,6 +47,7 @@ def read_token(path: Path) -> str:
     return token
 
 
+CLOSE_S = 0.1  # the longest that `close` waits for a server without requests
 Answer = Callable[[str, list[tuple[str, str]]], Any]
 
 
@@ -84,7 +85,7 @@ class MetricsEndpoint:
             raise cannot_listen(host, port, error) from error
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True
+            target=self._server.serve_forever, args=(CLOSE_S,), name="metrics", daemon=True
         )
         self._thread.start()
 

@@ -81,10 +81,6 @@ def worker_state(worker: WorkerRecord, is_live: bool) -> str:
     return "barred" if worker.is_barred else worker.state
 
 
-def faults_text(number: int) -> Text:
-    return Text(str(number), style="red" if number else "dim")
-
-
 def version_style(version: int) -> str:
     """Return the colour of a policy version; consecutive versions differ."""
     return _VERSION_STYLES[version % len(_VERSION_STYLES)]

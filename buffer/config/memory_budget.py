@@ -68,7 +68,8 @@ class MemorySection(Section):
 
     def budget(self, maxmemory_bytes: int) -> int:
         """Return the bytes that a run may hold on a server with that maxmemory; 0 = no limit."""
-        return self.budget_bytes or int(maxmemory_bytes * 0.75)  # where no budget is given
+        # a quarter is for the index, for bytes in transit, and for fragmentation
+        return self.budget_bytes or int(maxmemory_bytes * 0.75)
 
 
 def estimate_group_bytes(samples: int, max_tokens: int, prompt_tokens: int | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
@@ -66,18 +66,15 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        refuse_all(self.problems())
+        details = [
+            InitErrorDetails(
+                type=PydanticCustomError("problem", "{what}", {"what": problem}), input={}
+            )
+            for problem in self.problems()
+        ]
+        if details:
+            raise ValidationError.from_exception_data("section", details)
         return self
-
-
-def refuse_all(problems: Iterable[str]) -> None:
-    """Raise one ValidationError that contains all problems; nothing for no problems."""
-    details = [
-        InitErrorDetails(type=PydanticCustomError("problem", "{what}", {"what": problem}), input={})
-        for problem in problems
-    ]
-    if details:
-        raise ValidationError.from_exception_data("section", details)
 
 
 def _check_dotted_path(path: str) -> str:

@@ -128,7 +128,7 @@ class Work:
 
     def wait_for(self, tasks: Sequence[str]) -> None:
         """Report that the loop waits until these tasks are resumed; (): it does not."""
-        # characters of `doing` that lua/beat.lua accepts
+        # lua/beat.lua accepts 256 characters
         what = (WAITS_FOR + ", ".join(tasks))[:256] if tasks else ""
         if what != self._current[0]:
             self._current = (what, time.monotonic())

@@ -174,7 +174,7 @@ class Fleet:
             if age is not None:
                 own = ("", "") if job in reported else (job.gid, job.token)
                 found[(*own, *age)] = None
-        return list(found)[:1024]
+        return list(found)[:1024]  # one heartbeat reports no more
 
     def _age(self, job: Job, weights: PolicyVersion) -> tuple[str, int, int] | None:
         """Return (lineage, version, threshold); None for a group that does not age."""

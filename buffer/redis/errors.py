@@ -74,11 +74,6 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
 _UNKNOWN = re.compile(r"unknown (?:sub|redis )?command(?: called|,? ['`\"]?(\w+))?", re.IGNORECASE)
 
 
-def is_missing_command(text: str) -> bool:
-    """Return whether the server lacks a command: it was renamed, or is not offered."""
-    return bool(_UNKNOWN.search(text))
-
-
 def is_acl_failure(text: str) -> bool:
     """Return whether a script was refused a command or key; Redis 7.0 words it differently."""
     return "ACL failure in script" in text or "The user executing the script" in text
@@ -123,7 +118,7 @@ def refusal(url: str, what: str, error: redis.RedisError) -> RolloutMQError:
         return lost_run(text.partition(" ")[2])
     if "WRONGTYPE" in text:
         return RunDamaged(f"{what}: a key of the run is of another type", hint=HINT)
-    if is_missing_command(text):
+    if _UNKNOWN.search(text):  # the command was renamed, or is not offered
         described = describe_connection_error(url, error)
         return StoreError(f"{what}: {described.message}", hint=described.hint)
     if type(error) is ResponseError and "user_script" in text and not is_acl_failure(text):

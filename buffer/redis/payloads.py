@@ -175,8 +175,9 @@ class PayloadStore:
 
 
 def _set(name: str, part: Pieces) -> SetCommand:
-    # NX: a repeated write must not set an expiry on bytes that a script has accepted meanwhile
-    return ("SET", name, part, "EX", 3600, "NX")  # unless a script accepts it, it goes
+    # the bytes stay for an hour, unless a script accepts them; NX: a repeated write must not set an
+    # expiry on bytes that a script has accepted meanwhile
+    return ("SET", name, part, "EX", 3600, "NX")
 
 
 def by_size(sized: Iterable[tuple[int, T]]) -> Iterator[list[T]]:

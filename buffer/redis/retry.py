@@ -140,7 +140,7 @@ class OutageClock:
     def poll(self) -> float:
         """Return the seconds of uninterrupted service so far. Call it after each answer."""
         now = time.monotonic()
-        if now - self._polled > 3.0:  # longer than any pause between polls: the server was away
+        if now - self._polled > 3.0:  # the calls since then have waited for the server
             self._since = now
             self.had_outage = True
         self._polled = now

@@ -191,10 +191,11 @@ def seeds(url: str) -> list[str]:
     return [parts._replace(netloc=credentials + host).geturl() for host in hosts]
 
 
-def at_node(url: str, host: str, port: int) -> str:
-    """Return the URL of another node of the same cluster; host "" is the host of `url`."""
+def at_node(url: str, host: bytes | str | None, port: int) -> str:
+    """Return the URL of another node of the same cluster; without a host, it has that of `url`."""
     parts = urlsplit(url)
     credentials, _ = _netloc(parts)
+    host = host.decode() if isinstance(host, bytes) else host
     host = host or parts.hostname or ""
     return parts._replace(
         netloc=f"{credentials}{f'[{host}]' if ':' in host else host}:{port}"
@@ -320,11 +321,7 @@ class Servers:
             return []
         slots = [""] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, *owners in client.execute_command("CLUSTER SLOTS"):
-            master, *replicas = [at_node(url, _text(host), port) for host, port, *_ in owners]
+            master, *replicas = [at_node(url, host, port) for host, port, *_ in owners]
             slots[first : last + 1] = [master] * (last - first + 1)
             self._nodes += [node for node in (master, *replicas) if node not in self._nodes]
         return slots
-
-
-def _text(host: bytes | str | None) -> str:
-    return host.decode() if isinstance(host, bytes) else host or ""

@@ -38,19 +38,18 @@ Examples: rolloutmq logs
 POLL_S = 0.3
 _LEVELS = {"error": "red", "critical": "red", "warning": "yellow"}
 
-RoleName = Annotated[
-    str | None,
-    Argument(
-        metavar="ROLE",
-        help="Only this process, or all of a kind: trainer, producer, worker, worker-0, judge. "
-        "run: what `rolloutmq run --detach` printed. events: those of the queue, from the server.",
-    ),
-]
-
 
 @command("logs", epilog=EPILOG)
 def logs(
-    role: RoleName = None,
+    role: Annotated[
+        str | None,
+        Argument(
+            metavar="ROLE",
+            help="Only this process, or all of a kind: trainer, producer, worker, worker-0, judge. "
+            "run: what `rolloutmq run --detach` printed. events: those of the queue, from the "
+            "server.",
+        ),
+    ] = None,
     follow: Annotated[
         bool, Option("--follow", "-f", help="Print new lines, until the run ends or Ctrl-C.")
     ] = False,

@@ -44,10 +44,6 @@ Examples: rolloutmq runs
           rolloutmq runs --delete old-run --yes
 """
 
-Delete = Annotated[
-    str | None, Option(metavar="NAME", help="Remove this run and all its data from the server.")
-]
-
 
 class RunLine(NamedTuple):
     """One line of the list; `view` is None while the run is being restored or removed."""
@@ -89,7 +85,9 @@ class RunLine(NamedTuple):
 
 @command("runs", epilog=EPILOG)
 def runs(
-    delete: Delete = None,
+    delete: Annotated[
+        str | None, Option(metavar="NAME", help="Remove this run and all its data from the server.")
+    ] = None,
     yes: Yes = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,

@@ -40,7 +40,7 @@ BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is
 FRUITLESS = 3  # fruitless lives in a row that end with an error, and then no further one
 STOPPED = 8  # the same for processes that a signal or a person may have ended
 
-FEW = 6  # lines that are shown without one
+FEW = 6  # lines of a log that are shown where it has no error
 
 
 class Child:

@@ -26,7 +26,6 @@ from rolloutmq.output import (
     bar,
     count,
     facts,
-    faults_text,
     known,
     plural,
     sparkline,
@@ -337,6 +336,7 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
     for row in rows:
         is_live = row.is_live(lease_ms)
         seen = age(row.silent_ms) if row.seen_ms else "-"
+        faults = row.failed + row.quarantined
         grid.add_row(
             row.id,
             state(worker_state(row, is_live)),
@@ -344,7 +344,7 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
             Text(seen, style="" if is_live or row.has_ended else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
             *(known(getattr(row, name), ",.0f") for name in reported),
-            faults_text(row.failed + row.quarantined),
+            Text(str(faults), style="red" if faults else "dim"),
         )
     return grid
 
