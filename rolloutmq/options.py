@@ -193,7 +193,16 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
         if address.server:
             stack.enter_context(interrupted_by_sigterm())
             _keep_running(address.server, address.run_dir, stack)
-        yield stack.enter_context(connected(address)), address
+        try:
+            with closing(Servers(address.url, "rolloutmq-cli", timeout_s=5.0)) as servers:
+                # a client of a cluster has connected to a node already
+                if not servers.is_cluster:
+                    servers.client().ping()
+        except redis.RedisError as error:
+            raise describe_connection_error(address.url, error) from error
+        store = Store(address.url, name="rolloutmq-cli", deadline_s=5.0)
+        stack.callback(store.close)
+        yield store, address
 
 
 def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack) -> None:
@@ -211,22 +220,6 @@ def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack
         raise StoreUnavailable(what) from error
     except StoreError as error:  # of another version, or damaged
         raise StoreUnavailable(error.message, hint=error.hint) from error
-
-
-@contextmanager
-def connected(address: Address, deadline_s: float = 5.0) -> Iterator[Store]:
-    try:
-        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
-            # a client of a cluster has connected to a node already
-            if not servers.is_cluster:
-                servers.client().ping()
-    except redis.RedisError as error:
-        raise describe_connection_error(address.url, error) from error
-    store = Store(address.url, name="rolloutmq-cli", deadline_s=deadline_s)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 @contextmanager

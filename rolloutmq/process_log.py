@@ -93,7 +93,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> None:
+def log_json(role: str, run: str, name: str = "") -> None:
     """Write this process's log to stderr as JSON lines, and that of libraries from warnings on.
 
     Errors of one cause appear once a minute. `name` tells processes of one role apart.
@@ -102,4 +102,4 @@ def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> 
     handler.setFormatter(JsonFormatter(role, run, name or role))
     handler.addFilter(OncePerMinute())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger("rolloutmq").setLevel(level)
+    logging.getLogger("rolloutmq").setLevel(logging.INFO)

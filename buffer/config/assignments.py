@@ -226,9 +226,9 @@ def _dotted(path: Location) -> str:
     return text
 
 
-def _shorten(value: Any, limit: int = 80) -> str:
+def _shorten(value: Any) -> str:
     text = mask_url(to_json(value, inf_nan_mode="constants", fallback=str).decode())
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 @cache

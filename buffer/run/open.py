@@ -123,9 +123,9 @@ def own_run(store: Store, config: ServerConfig) -> Run | None:
     return run if is_known and run_nonce(config.run.folder) == run.nonce else None
 
 
-def wait_for_run(store: Store, name: str, *, timeout_s: float = 600.0) -> Run:
-    """Open a run, and wait until it is created. Raises RunNotFound after `timeout_s`."""
-    end = time.monotonic() + timeout_s
+def wait_for_run(store: Store, name: str) -> Run:
+    """Open a run, and wait until it is created. Raises RunNotFound after ten minutes."""
+    end = time.monotonic() + 600.0
     has_warned = False
     while True:
         try:

@@ -38,7 +38,6 @@ LONGEST_RESULT = 8192  # characters of a result that the model sees
 
 _THREADS = 16
 _PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")
-PYTHON_LIMITS = Limits(time_s=10.0, memory_mb=1024)
 
 # A plain or coroutine function with annotated arguments and a docstring for the model,
 # "module:function", or a name of BUILT_IN.
@@ -202,10 +201,11 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def python_tool(sandbox: str, limits: Limits = PYTHON_LIMITS) -> Callable[..., Any]:
+def python_tool(sandbox: str) -> Callable[..., Any]:
     async def python(code: str) -> str:
         """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
         # The docstring above is what the model reads about this tool.
+        limits = Limits(time_s=10.0, memory_mb=1024)
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(
                 _PYTHON_THREADS, run_program, code, "", limits, sandbox

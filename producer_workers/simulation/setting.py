@@ -210,11 +210,6 @@ def picked_lengths(tokens: list[int], group_size: int, *, seed: int = 0) -> Leng
     return lengths
 
 
-def trace_lengths(path: Path, token_s: float, group_size: int, *, seed: int = 0) -> Lengths:
-    """Pick lengths from those in a file. Raises DatasetError."""
-    return picked_lengths(read_trace(path, token_s), group_size, seed=seed)
-
-
 def read_trace(path: Path, token_s: float) -> list[int]:
     """Read the tokens of each line of a JSONL file: 812, {"tokens": 812}, or {"seconds": 9.5}.
 

@@ -138,9 +138,9 @@ _ERROR = 0x00050000
 _KILL = 0x80000000
 
 
-def filter_program(machine: str | None = None) -> bytes:
+def filter_program() -> bytes:
     """Return the filter as an array of struct sock_filter. Raises KeyError: see MACHINES."""
-    audit, refused, clone = MACHINES[machine or platform.machine()]
+    audit, refused, clone = MACHINES[platform.machine()]
     steps = [
         (_LOAD, 0, 0, _AUDIT),
         (_EQUAL, 1, 0, audit),  # a jump counts the instructions to skip: if true, if false

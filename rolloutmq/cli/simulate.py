@@ -148,7 +148,8 @@ def simulate(
         Setting,
         candidates,
         drawn_lengths,
-        trace_lengths,
+        picked_lengths,
+        read_trace,
     )
 
     try:
@@ -176,7 +177,7 @@ def simulate(
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}: {first['msg']}, not {first['input']!r}") from error
     if trace:
-        lengths = trace_lengths(trace, fleet.token_s, group_size, seed=0)
+        lengths = picked_lengths(read_trace(trace, fleet.token_s), group_size, seed=0)
     else:
         drawn = LogNormal(median=median, sigma=sigma)
         lengths = drawn_lengths(drawn, group_size, longest=longest, seed=0)

@@ -211,22 +211,20 @@ class Child:
 
     def last_error(self) -> str:
         """Return the newest error of its log with its hint, or else the last lines."""
-        lines = self.log_tail(40).splitlines() or ["(no output)"]
+        if not self._running:
+            self._drain()
+        tail: deque[bytes] = deque(maxlen=40)
+        for file in (self._log.with_name(self._log.name + ".1"), self._log):
+            if file.exists():
+                with file.open("rb") as log:
+                    tail.extend(log)
+        text = b"".join(tail).decode(errors="replace").rstrip()
+        lines = text.splitlines() or ["(no output)"]
         starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
         if not starts:
             return "\n".join([lines[-1], *lines[-FEW:-1]])
         rest = takewhile(lambda line: line.startswith(("  ", "hint: ")), lines[starts[-1] + 1 :])
         return "\n".join([lines[starts[-1]].removeprefix("error: "), *rest])
-
-    def log_tail(self, lines: int) -> str:
-        if not self._running:
-            self._drain()
-        tail: deque[bytes] = deque(maxlen=lines)
-        for file in (self._log.with_name(self._log.name + ".1"), self._log):
-            if file.exists():
-                with file.open("rb") as log:
-                    tail.extend(log)
-        return b"".join(tail).decode(errors="replace").rstrip()
 
     def terminate(self) -> None:
         for process in self._running:

@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
-
 from buffer.errors import ModelError
 from buffer.weights.safetensors_files import MODEL_LOADING
 
@@ -65,23 +63,10 @@ def load_model(
     return model
 
 
-def save_model(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and safetensors weights into an existing folder, rounded to `dtype`."""
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write config.json and safetensors weights into an existing folder."""
     _disable_progress_bars()
-    if dtype is None:
-        model.save_pretrained(folder)
-        return
-    # one copy per storage: tied weights stay tied
-    rounded: dict[int, torch.Tensor] = {}
-    state = {
-        name: rounded.setdefault(tensor.data_ptr(), tensor.to("cpu", dtype))
-        for name, tensor in model.state_dict().items()
-    }
-    model.save_pretrained(folder, state_dict=state)
-    file = folder / "config.json"
-    config = orjson.loads(file.read_bytes())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+    model.save_pretrained(folder)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -67,7 +67,7 @@ def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
 
 
 class ProgressBar(MetricWriter):
-    def __init__(self, done: int, steps: int, console: Console | None = None) -> None:
+    def __init__(self, done: int, steps: int) -> None:
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -75,7 +75,7 @@ class ProgressBar(MetricWriter):
             TextColumn("reward {task.fields[reward]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console or Console(stderr=True),
+            console=Console(stderr=True),
             refresh_per_second=2,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, reward="-")
