@@ -92,7 +92,13 @@ class LiveAgentLoop(GatewayAgentLoop):
                 group.opening = opening
                 if not taker.done():
                     taker.set_result(group)
-            return await super().generate_group(states, engine, gid, keeper)
+            assert group.opening
+            at_s = group.opening["at_s"]
+            made = await super().generate_group(states, engine, gid, keeper)
+            if group.opening["at_s"] > at_s + 1.0:  # its calls have waited for a quota
+                write_opening(keeper, states[0].index, group.opening)
+                await keeper.stored()
+            return made
         finally:
             self._room.leave(group)
 
