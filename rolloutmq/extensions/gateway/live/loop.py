@@ -84,7 +84,7 @@ class LiveAgentLoop(GatewayAgentLoop):
         try:
             taker = None if group.opening else await self._room.offered(group)
             if taker:
-                opening = {"nonce": secrets.token_hex(8), "at_s": time.time()}
+                opening: dict[str, Any] = {"nonce": secrets.token_hex(8), "at_s": time.time()}
                 write_opening(keeper, states[0].index, opening)
                 await keeper.stored()
                 for state in states:
