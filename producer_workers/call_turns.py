@@ -38,7 +38,7 @@ BELL_S = 1.0  # longest wait of a thread for a wake-up, which delays the end of 
 _all: WeakSet[Turns] = WeakSet()
 
 
-class Turn:
+class CallTurn:
     """One call. `tokens`: those that it may use at most."""
 
     def __init__(self, tokens: int) -> None:
@@ -67,7 +67,7 @@ class Turns:
         self.limit = limit
         self._caller = Caller(store, limit, flow, lease_ms)
         self._state = CallerState()
-        self._waiting: deque[Turn] = deque()
+        self._waiting: deque[CallTurn] = deque()
         self._changed = asyncio.Event()
         self._asks: asyncio.Task[None] | None = None
         self._bell: asyncio.Future[bool] | None = None
@@ -77,7 +77,7 @@ class Turns:
         _all.add(self)
 
     @asynccontextmanager
-    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
+    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[CallTurn]:
         """Wait for the turn of a call that uses at most `tokens`; `request`: see `LimitedWork`.
 
         Raises RolloutMQError for a call with more tokens than the quota of a minute.
@@ -87,7 +87,7 @@ class Turns:
                 f"a call of {tokens} tokens cannot be made under the limit {self.limit}",
                 hint="shorten what is asked, or raise tokens_per_minute",
             )
-        turn = Turn(tokens)
+        turn = CallTurn(tokens)
         self._waiting.append(turn)
         self.waiting += 1
         self._ask_soon()
@@ -106,7 +106,7 @@ class Turns:
                 else:
                     self._end(turn)
 
-    def _end(self, turn: Turn) -> None:
+    def _end(self, turn: CallTurn) -> None:
         self._state.ended += 1
         self._state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
         if turn.refused_s is not None:
