@@ -93,6 +93,7 @@ def _make(folder: Path) -> None:
             f"another evaluation runs in {folder}", hint=f"`rolloutmq logs -f --run-dir {folder}`"
         )
     if (folder / LOCK_FILE).exists():
+        EmbeddedServer(folder / "server").kill()  # one that outlived its owner
         shutil.rmtree(folder)
     elif folder.exists():
         raise ConfigError(f"{folder} exists and is no evaluation", hint="move it away")
