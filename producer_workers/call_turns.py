@@ -2,7 +2,7 @@
 
     async with turns.turn(tokens) as turn:      # waits here; limits of time stand still meanwhile
         answer = await …
-        turn.used(answer.tokens)                # or turn.refused(seconds), after a 429
+        turn.used(answer.tokens)                # or turn.refused(seconds, reason), after a 429
 
 One asyncio task asks for the permits of all calls that wait. It ends when nothing waits and nothing
 is held, and begins again with the next call.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -30,9 +31,6 @@ from producer_workers.work_time import LimitedWork
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-REFUSED_S = 1.0  # pause of all calls after a refusal that does not say for how long
-LEAST_REFUSED_S = 0.1  # the same if it asks for less, as one with "Retry-After: 0" does
-
 BELL_S = 1.0  # longest wait of a thread for a wake-up, which delays the end of its process
 
 _all: WeakSet[Turns] = WeakSet()
@@ -45,14 +43,18 @@ class CallTurn:
         self.tokens = tokens
         self.unused = 0
         self.refused_s: float | None = None
+        self.reason = ""
         self.begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens
 
-    def refused(self, pause_s: float | None) -> None:
-        """Make everybody wait: the service refused the call because of a limit of its own."""
-        self.refused_s = REFUSED_S if pause_s is None else max(LEAST_REFUSED_S, pause_s)
+    def refused(self, pause_s: float | None, reason: str) -> None:
+        """Make everybody wait: the service refused the call because of a limit of its own.
+
+        They wait for `pause_s`, at least a second, and twice as long after each refusal in a row.
+        """
+        self.refused_s, self.reason = pause_s or 0.0, reason
         self.unused = self.tokens
 
     def begin(self) -> None:
@@ -73,7 +75,10 @@ class Turns:
         self._bell: asyncio.Future[bool] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
         self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
-        self.waiting = 0  # calls; any thread may read it
+        self._refusal = LogOnce(log, f"calls wait: {limit}", ended=f"calls go on: {limit}")
+        # any thread may read these
+        self.waiting = 0  # calls
+        self.refused_at: float | None = None  # since when the service has refused all, monotonic
         _all.add(self)
 
     @asynccontextmanager
@@ -112,6 +117,11 @@ class Turns:
         if turn.refused_s is not None:
             self._state.refused += 1
             self._state.pause_ms = round(1000 * turn.refused_s)
+            self.refused_at = self.refused_at or time.monotonic()
+            self._refusal.report("refused", turn.reason)
+        elif not turn.begins.cancelled():
+            self.refused_at = None
+            self._refusal.report("")
         # an idle caller of a rate tells nobody that a call ended
         if turn.refused_s is not None or self.limit.at_once or self.limit.tokens_per_minute:
             self._ask_soon()
@@ -176,8 +186,12 @@ class Turns:
 
 def reported() -> dict[str, Any]:
     """Return the fields of a heartbeat about calls of this process that wait."""
-    waits = Counter[str]()
-    for turns in list(_all):
-        waits[str(turns.limit)] += turns.waiting
-    ((limit, most),) = waits.most_common(1) or (("", 0),)
-    return {"quota_waits": waits.total(), "quota": limit.replace(" ", "+") if most else ""}
+    now = time.monotonic()
+    waiting = [turns for turns in list(_all) if turns.waiting]
+    waits = [(now - (each.refused_at or now), each.waiting, str(each.limit)) for each in waiting]
+    refused_s, _, limit = max(waits, default=(0.0, 0, ""))
+    return {
+        "quota_waits": sum(calls for _, calls, _ in waits),
+        "quota": limit.replace(" ", "+"),
+        "quota_refused_ms": round(1000 * refused_s),
+    }

@@ -114,7 +114,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     try:
         is_date = not said[:1].isdigit()
         left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
 
@@ -152,7 +152,6 @@ class Service:
             try:
                 answer = await self._ask_once(body, tokens)
                 if answer.status == TOO_MANY and self.turns:
-                    log.info("%s refuses a call, because of a limit of its own", self.what)
                     continue  # its turn comes when everybody may ask again
                 if answer.status in RETRIED:
                     raise NoAnswer(f"status {answer.status}")
@@ -181,7 +180,7 @@ class Service:
         async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
             answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
             if turn and answer.status == TOO_MANY:
-                turn.refused(answer.retry_after_s)
+                turn.refused(answer.retry_after_s, f"{self.what} {answer.problem}")
             elif turn and tokens and (used := _USAGE.search(answer.body)):
                 turn.used(int(used[1]))
             return answer

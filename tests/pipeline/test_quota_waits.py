@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 
 from buffer.control.call_limit import CallLimit
 from buffer.control.control import Mode
@@ -19,15 +20,22 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.call_turns import Turns
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Generation, PauseMode
 from producer_workers.judges.judge import FunctionJudge
+from producer_workers.judges.load import HttpJudge
 from rolloutmq.extensions.gateway.live.loop import LiveAgentLoop
 from rolloutmq.extensions.gateway.live.room import LiveRoom
 from rolloutmq.extensions.gateway.live.secret import Secret
 from rolloutmq.extensions.gateway.live.server import LiveGateway
 from rolloutmq.extensions.gateway.section import GatewaySection
 from rolloutmq.testing import END, Characters
+from rolloutmq.views.explain import symptom
+from rolloutmq.views.explain.diagnosis import diagnose
+from rolloutmq.views.explain.symptom import Symptom
+from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.yard import FIRST, TASK, WatchedEngine, Yard
+from tests.producer_workers.http_service import http_service
 
 LIMIT_S = 2.0
 
@@ -59,6 +67,27 @@ async def test_a_group_whose_judge_waits_longer_than_its_time_limit_is_completed
             await yard.until_stages(completed=1)
     assert "failed" not in yard.counters()
     yard.check()
+
+
+async def test_a_service_that_refuses_every_call_is_named_by_status(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symptom, "PATIENCE_MS", 100)
+    name = new_nonce()
+    turns = Turns(yard.store, CallLimit(name, requests_per_minute=600), "run task", 60_000)
+    yard.enqueue(1)
+
+    def found() -> Symptom | None:
+        named = {each.name: each for each in diagnose(read_run_view(yard.run))}
+        return named.get("worker/quota")
+
+    with http_service(lambda *_: (429, b"no money")) as url:
+        judge = HttpJudge(url, JudgingSection()).under(turns)
+        async with yard.working(yard.worker(judge=judge)):
+            await yard.until(lambda: (each := found()) and each.level == "stuck")
+            seen = found()
+    assert seen
+    assert f"{name} (600 requests a minute), whose service refuses every call" in seen.what
 
 
 class HostedEngine(WatchedEngine):
