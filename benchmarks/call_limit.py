@@ -93,7 +93,7 @@ async def work(store_url: str, service: str, run: str, limit: CallLimit, lease_m
                     client, "POST", f"{service}?run={run}&process={os.getpid()}", b"{}", limit_s=60
                 )
                 if answer.status == 429:
-                    turn.refused(answer.retry_after_s)
+                    turn.refused(answer.retry_after_s, answer.problem)
 
     with closing(Store(store_url)) as store:
         async with aiohttp.ClientSession() as client, asyncio.TaskGroup() as group:

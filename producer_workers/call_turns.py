@@ -2,7 +2,7 @@
 
     async with turns.turn(tokens) as turn:      # waits here; limits of time stand still meanwhile
         answer = await …
-        turn.used(answer.tokens)                # or turn.refused(seconds), after a 429
+        turn.used(answer.tokens)                # or turn.refused(seconds, reason), after a 429
 
 One asyncio task asks for the permits of all calls that wait. It ends when nothing waits and nothing
 is held, and begins again with the next call.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -30,29 +31,30 @@ from producer_workers.work_time import LimitedWork
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-REFUSED_S = 1.0  # pause of all calls after a refusal that does not say for how long
-LEAST_REFUSED_S = 0.1  # the same if it asks for less, as one with "Retry-After: 0" does
-
 BELL_S = 1.0  # longest wait of a thread for a wake-up, which delays the end of its process
 
 _all: WeakSet[Turns] = WeakSet()
 
 
-class Turn:
+class CallTurn:
     """One call. `tokens`: those that it may use at most."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.unused = 0
         self.refused_s: float | None = None
+        self.reason = ""
         self.begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens
 
-    def refused(self, pause_s: float | None) -> None:
-        """Make everybody wait: the service refused the call because of a limit of its own."""
-        self.refused_s = REFUSED_S if pause_s is None else max(LEAST_REFUSED_S, pause_s)
+    def refused(self, pause_s: float | None, reason: str) -> None:
+        """Make everybody wait: the service refused the call because of a limit of its own.
+
+        They wait for `pause_s`, at least a second, and twice as long after each refusal in a row.
+        """
+        self.refused_s, self.reason = pause_s or 0.0, reason
         self.unused = self.tokens
 
     def begin(self) -> None:
@@ -67,17 +69,20 @@ class Turns:
         self.limit = limit
         self._caller = Caller(store, limit, flow, lease_ms)
         self._state = CallerState()
-        self._waiting: deque[Turn] = deque()
+        self._waiting: deque[CallTurn] = deque()
         self._changed = asyncio.Event()
         self._asks: asyncio.Task[None] | None = None
         self._bell: asyncio.Future[bool] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
         self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
-        self.waiting = 0  # calls; any thread may read it
+        self._refusal = LogOnce(log, f"calls wait: {limit}", ended=f"calls go on: {limit}")
+        # any thread may read these
+        self.waiting = 0  # calls
+        self.refused_at: float | None = None  # since when the service has refused all, monotonic
         _all.add(self)
 
     @asynccontextmanager
-    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
+    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[CallTurn]:
         """Wait for the turn of a call that uses at most `tokens`; `request`: see `LimitedWork`.
 
         Raises RolloutMQError for a call with more tokens than the quota of a minute.
@@ -87,7 +92,7 @@ class Turns:
                 f"a call of {tokens} tokens cannot be made under the limit {self.limit}",
                 hint="shorten what is asked, or raise tokens_per_minute",
             )
-        turn = Turn(tokens)
+        turn = CallTurn(tokens)
         self._waiting.append(turn)
         self.waiting += 1
         self._ask_soon()
@@ -106,12 +111,17 @@ class Turns:
                 else:
                     self._end(turn)
 
-    def _end(self, turn: Turn) -> None:
+    def _end(self, turn: CallTurn) -> None:
         self._state.ended += 1
         self._state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
         if turn.refused_s is not None:
             self._state.refused += 1
             self._state.pause_ms = round(1000 * turn.refused_s)
+            self.refused_at = self.refused_at or time.monotonic()
+            self._refusal.report("refused", turn.reason)
+        elif not turn.begins.cancelled():
+            self.refused_at = None
+            self._refusal.report("")
         # an idle caller of a rate tells nobody that a call ended
         if turn.refused_s is not None or self.limit.at_once or self.limit.tokens_per_minute:
             self._ask_soon()
@@ -176,8 +186,12 @@ class Turns:
 
 def reported() -> dict[str, Any]:
     """Return the fields of a heartbeat about calls of this process that wait."""
-    waits = Counter[str]()
-    for turns in list(_all):
-        waits[str(turns.limit)] += turns.waiting
-    ((limit, most),) = waits.most_common(1) or (("", 0),)
-    return {"quota_waits": waits.total(), "quota": limit.replace(" ", "+") if most else ""}
+    now = time.monotonic()
+    waiting = [turns for turns in list(_all) if turns.waiting]
+    waits = [(now - (each.refused_at or now), each.waiting, str(each.limit)) for each in waiting]
+    refused_s, _, limit = max(waits, default=(0.0, 0, ""))
+    return {
+        "quota_waits": sum(calls for _, calls, _ in waits),
+        "quota": limit.replace(" ", "+"),
+        "quota_refused_ms": round(1000 * refused_s),
+    }

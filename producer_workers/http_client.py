@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`.
 
     `retry_after_s`: for how long a server that refuses asks to wait; None: it does not say.
@@ -75,7 +75,7 @@ async def ask(
     *,
     limit_s: float | None,
     most: int = LONGEST_ANSWER,
-) -> Answer:
+) -> HttpAnswer:
     """Return the answer to a request, whatever its status, with at most `most` bytes of its body.
 
     `data` is JSON. Raises ServiceAway if the server cannot be reached, and NoAnswer after `limit_s`
@@ -102,7 +102,7 @@ async def ask(
         raise NoAnswer(f"{type(error).__name__}: {error}") from error
     location = answer.headers.get("Location", "")
     pause_s = retry_after_s(answer.headers)
-    return Answer(answer.status, bytes(body[:most]), len(body) <= most, location, pause_s)
+    return HttpAnswer(answer.status, bytes(body[:most]), len(body) <= most, location, pause_s)
 
 
 LONGEST_REFUSAL_S = 3600.0
@@ -114,7 +114,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     try:
         is_date = not said[:1].isdigit()
         left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
 
@@ -152,7 +152,6 @@ class Service:
             try:
                 answer = await self._ask_once(body, tokens)
                 if answer.status == TOO_MANY and self.turns:
-                    log.info("%s refuses a call, because of a limit of its own", self.what)
                     continue  # its turn comes when everybody may ask again
                 if answer.status in RETRIED:
                     raise NoAnswer(f"status {answer.status}")
@@ -174,14 +173,14 @@ class Service:
         except WireError as error:
             raise JudgeError(error.message) from error
 
-    async def _ask_once(self, body: bytes, tokens: int) -> Answer:
+    async def _ask_once(self, body: bytes, tokens: int) -> HttpAnswer:
         import aiohttp
 
         limited = self.turns.turn(tokens) if self.turns else nullcontext()
         async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
             answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
             if turn and answer.status == TOO_MANY:
-                turn.refused(answer.retry_after_s)
+                turn.refused(answer.retry_after_s, f"{self.what} {answer.problem}")
             elif turn and tokens and (used := _USAGE.search(answer.body)):
                 turn.used(int(used[1]))
             return answer

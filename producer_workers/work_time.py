@@ -71,25 +71,30 @@ class LimitedWork:
         self._changed()
 
     @property
+    def left_s(self) -> float:
+        """Return the seconds that it may still work, also after its block."""
+        loop = asyncio.get_running_loop()
+        return self._timer.when() - loop.time() if self._timer else self._left_s
+
+    @property
     def _waits(self) -> bool:
         return all(part._waits for part in self._parts) if self._parts else self._is_waiting
 
     def _changed(self) -> None:
         """Stop the limit if this work waits now, else let it go on; then that of the whole."""
-        loop = asyncio.get_running_loop()
         waits, timer = self._waits, self._timer
-        if timer and waits and timer.when() > loop.time():  # it is not over
-            self._left_s, self._timer = timer.when() - loop.time(), None
+        if timer and waits and self.left_s > 0:  # it is not over
+            self._left_s, self._timer = self.left_s, None
             timer.cancel()
         elif self._end and not timer and not waits:
-            self._timer = loop.call_later(self._left_s, self._end)
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._end)
         if self._whole:
             self._whole._changed()
 
 
 @asynccontextmanager
-async def timeout(limit_s: float) -> AsyncIterator[None]:
+async def timeout(limit_s: float) -> AsyncIterator[LimitedWork]:
     """Raise TimeoutError out of a block that has worked for `limit_s` seconds."""
     async with asyncio.timeout(None) as limit:
-        with LimitedWork(limit_s, partial(limit.reschedule, 0.0), AGENT.get()):
-            yield
+        with LimitedWork(limit_s, partial(limit.reschedule, 0.0), AGENT.get()) as work:
+            yield work

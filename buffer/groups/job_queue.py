@@ -321,7 +321,7 @@ class JobQueue:
         task, draw = split_group_id(gid)
         reply = self._store.call(
             "drop",
-            self._keys.slots(gid=gid, task=task, worker=revoke or "nobody"),
+            self._keys.slots(gid=gid, task=task),
             {
                 "gid": gid,
                 "draw": draw,

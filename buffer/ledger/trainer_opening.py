@@ -89,7 +89,7 @@ class TrainerOpening:
         if position is not None:
             comparison = CheckpointRecovery(self._context, self._payloads, self._ledger, nonce)
             recovery = comparison.run(position, regenerate=regenerate)
-        if recovery:
+        if recovery and not regenerate:
             log.warning(
                 "the server had lost data that the checkpoint of step %s records; recovered: %s",
                 step,

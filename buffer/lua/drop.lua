@@ -2,7 +2,7 @@
 -- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
 -- KEYS groups prefix, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, leases ZSET
 -- KEYS leased_by prefix, dead ZSET, dead_letters prefix, ends prefix, dropped STRING
--- KEYS garbage SET, bell_producer LIST, events STREAM, bytes HASH, age_index ZSET, worker_tokens HASH*
+-- KEYS garbage SET, bell_producer LIST, events STREAM, bytes HASH, age_index ZSET, worker_tokens_of prefix
 -- ARGV gid    gid
 -- ARGV draw   0..69_999_999
 -- ARGV revoke ''|name        worker whose lease on the group is revoked; '' = refuse a running group
@@ -24,7 +24,7 @@ local keys = {progress = progress, jobs = queues .. string.match(gid, '^(.*)%-%d
   leased_by = leased_by, dead = dead, dead_letters = dead_letters}
 read_place(keys, held)
 local new, _, _, total, closed = claimed_tokens(sampled, has_turns_of(held.token or '', held.payload) and held.counted)
-if sampled ~= '' then hear(worker_tokens, progress, string.match(gid, '^(.*)%-%d+$'), total, closed, new) end
+if sampled ~= '' then hear(worker_tokens_of .. revoke, progress, string.match(gid, '^(.*)%-%d+$'), total, closed, new) end
 add_tokens(progress, 'dropped', new)
 end_tokens(progress, 'dropped', groups .. gid)
 local before = remove_from_stage(keys, gid, held)

@@ -36,7 +36,8 @@ class LimitSection(Section):
 
     A call waits for its turn, and its time limit begins only then. When the service refuses a call
     (429), all wait for as long as it says, then go on at half the speed, which rises again within a
-    minute. Tasks, and runs, that wait have one turn each.
+    minute. While it refuses all calls, the waits double, from a second to a minute. Tasks, and
+    runs, that wait have one turn each.
     """
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$")

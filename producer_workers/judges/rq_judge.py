@@ -109,12 +109,19 @@ class RqJudge(Judge):
             description=self.name,
         )
         self._retrying(lambda: self._queue.enqueue_job(job))
+        status = partial(self._queue.connection.hget, job.key, "status")
         polls = 0  # without a result since the job left the queue; an outage does not count
+        is_new = True
         while not stop.is_set():
             if result := self._retrying(lambda: job.latest_result(timeout=POLL_S)):
                 return result
             is_waiting = self._retrying(lambda: self._queue.get_job_position(job)) is not None
             polls = 0 if is_waiting else polls + 1
+            # rq starts it at once, unless the worker or the server died; once: none may start it
+            if is_new and polls > 1 and self._retrying(status) in (None, b"queued"):
+                is_new = False
+                self._retrying(lambda: self._queue.intermediate_queue.remove(job.id))
+                self._retrying(lambda: self._queue.enqueue_job(job))
             if polls * POLL_S > limits.timeout_s + GRACE_S:
                 raise JudgeError(f"judge {self.name!r}: job {job.id} is lost")
         if self._retrying(lambda: self._queue.get_job_position(job)) is not None:

@@ -24,6 +24,7 @@ from buffer.run.run import Run
 from buffer.run.settings import KeptSettings
 from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.kept_config import keep_config
@@ -115,11 +116,18 @@ def create_again(
             say(regeneration.describe(config.run.name, left))
             is_said = True
         try:
-            return create_run(store, config, model, regeneration)
+            run = create_run(store, config, model, regeneration)
+            break
         except RoleHeld:
             if time.monotonic() > end:
                 raise
         time.sleep(0.2)
+    if position:
+        # a producer may open the run before its trainer, and would draw again what is trained
+        consumer = RolloutConsumer(run)
+        consumer.open(position=position, take_over=take_over, regenerate=True)
+        consumer.close()
+    return run
 
 
 def create_run(

@@ -36,7 +36,7 @@ ADAPTER = "adapter"  # folder in that of the evaluation: the LoRA adapter to pub
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedModel:
     """A model's metrics by task; `step` is that of its checkpoint, 0 for a model folder."""
 
     model: str
@@ -46,7 +46,7 @@ class Evaluated:
 
 def evaluate_model(
     config: Config, path: Path, overrides: list[str], what: str, screen: Console
-) -> Evaluated:
+) -> EvaluatedModel:
     """Evaluate the checkpoint or model folder `what` ("": the newest checkpoint).
 
     `path` and `overrides` gave `config`. Raises ConfigError and ModelError.
@@ -82,7 +82,7 @@ def evaluate_model(
         launcher.run()
     found = {task: metrics for (task, _), metrics in read_evaluations(folder).items()}
     shutil.rmtree(folder)
-    return Evaluated(f"{run_folder}, step {step}" if step else what, step, found)
+    return EvaluatedModel(f"{run_folder}, step {step}" if step else what, step, found)
 
 
 def _make(folder: Path) -> None:
@@ -92,6 +92,7 @@ def _make(folder: Path) -> None:
             f"another evaluation runs in {folder}", hint=f"`rolloutmq logs -f --run-dir {folder}`"
         )
     if (folder / LOCK_FILE).exists():
+        EmbeddedServer(folder / "server").kill()  # one that outlived its owner
         shutil.rmtree(folder)
     elif folder.exists():
         raise ConfigError(f"{folder} exists and is no evaluation", hint="move it away")

@@ -421,18 +421,19 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
 
 
 @on_one
-async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
+async def test_a_job_is_queued_again_at_once_when_its_worker_died_before_it_began(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str
 ) -> None:
-    queue = open_queue(pool.connect(), run_name)
+    """Without a retry, and long before its time is over."""
     client = pool.connect()
-    judging = asyncio.create_task(
-        make_judge("length", run_name, timeout_s=1.0, retries=9).judge(RolloutState())
-    )
+    queue = open_queue(client, run_name)
+    judge = make_judge("length", run_name, timeout_s=4000.0, retries=0)
+    judging = asyncio.create_task(judge.judge(RolloutState()))
     await asyncio.to_thread(until, lambda: queue.count == 1)
     lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
     await asyncio.to_thread(until, lambda: queue.count == 1)
-    assert queue.get_job_ids() != [lost.decode()]
+    assert queue.get_job_ids() == [lost.decode()]
+    assert not client.exists(queue.intermediate_queue_key)
     judging.cancel()
     await asyncio.to_thread(
         until, lambda: queue.count == 0

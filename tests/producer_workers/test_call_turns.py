@@ -110,20 +110,35 @@ def test_refusal_by_429_makes_the_judge_wait_and_is_no_failed_try(store: Store) 
     assert asked[2] - asked[1] >= 0.9
 
 
-def test_a_service_that_refuses_and_asks_for_no_wait_is_not_asked_in_a_hot_loop(
+def test_a_service_that_refuses_every_call_is_asked_ever_more_rarely_and_is_reported(
     store: Store,
 ) -> None:
     began: list[float] = []
 
     async def play() -> None:
         one = turns(store, new_nonce(), at_once=1)
-        for _ in range(4):
+
+        async def call(retry_after_s: float | None) -> None:
             async with one.turn() as turn:
                 began.append(time.monotonic())
-                turn.refused(0.0)
+                turn.refused(retry_after_s, "no money")
+
+        for said in (0.0, None):
+            await call(said)
+        last = asyncio.create_task(call(0.0))
+        await asyncio.sleep(0)
+        found = reported()
+        assert found["quota"].startswith(one.limit.name)
+        assert found["quota_refused_ms"] >= 900
+        await last
+        async with one.turn():
+            pass
+        assert one.refused_at is None
+        assert one._state.refused == 3
 
     asyncio.run(play())
-    assert min(later - earlier for earlier, later in pairwise(began)) >= 0.09
+    first, second = (later - earlier for earlier, later in pairwise(began))
+    assert (first >= 0.9, second >= 1.9) == (True, True)
 
 
 def test_wait_for_a_turn_is_outside_of_the_time_limit_of_a_judge(store: Store) -> None:
@@ -147,4 +162,5 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after_s({"Retry-After": "2.5"}) == 2.5
     assert retry_after_s({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
     assert retry_after_s({"Retry-After": "soon"}) is None
+    assert retry_after_s({"Retry-After": "Wed, 21 Oct 99999999999999999999 07:28:00 GMT"}) is None
     assert retry_after_s({}) is None

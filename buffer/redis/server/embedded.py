@@ -117,13 +117,16 @@ class EmbeddedServer:
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
             return path
         note = self.folder / "socket_folder"
-        if note.exists():
-            folder = Path(note.read_text(encoding="utf-8").strip())
-            if folder.is_dir() and folder.stat().st_uid == os.getuid():
-                return folder / "valkey.sock"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="rmq-"))  # mode 0700: no other user can connect
-        note.write_text(f"{folder}\n", encoding="utf-8")
+        if not (folder := _named_in(note)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with note.open("a", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # another process may write it now
+                if not (folder := _named_in(note)):
+                    parent = min(tempfile.gettempdir(), "/tmp", key=len)
+                    # mode 0700: no other user can connect
+                    folder = Path(tempfile.mkdtemp(prefix="rmq-", dir=parent))
+                    file.truncate(0)
+                    file.write(f"{folder}\n")
         return folder / "valkey.sock"
 
     @property
@@ -405,6 +408,14 @@ class EmbeddedServer:
                     + "\n".join(f"    {line}" for line in lines)
                 )
             time.sleep(_POLL_S)
+
+
+def _named_in(note: Path) -> Path | None:
+    """Return the folder that a file names, if it is there and this user's."""
+    text = note.read_text(encoding="utf-8") if note.exists() else ""
+    folder = Path(text.strip())
+    is_ours = text.endswith("\n") and folder.is_dir() and folder.stat().st_uid == os.getuid()
+    return folder if is_ours else None
 
 
 def _quote(path: Path) -> str:

@@ -295,7 +295,7 @@ class HttpEngine:
                     turn.used(len(request.prompt()))
                     return
                 except TooManyRequests as refusal:
-                    turn.refused(refusal.retry_after_s)
+                    turn.refused(refusal.retry_after_s, refusal.message)
 
     async def _stream(self, request: HttpRequest) -> None:
         try:

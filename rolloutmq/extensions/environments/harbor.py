@@ -80,7 +80,9 @@ class HarborAgent:
     `trial`: keys of Harbor's TrialConfig, with the agent. `reward` is the key of the tests' reward
     that becomes the score. After an error in `scored_errors`, beside those in SCORED_ERRORS, the
     tests' reward counts. An error in `skipped_errors` skips the group, as does a key `skip` of the
-    reward that is not 0. `trials_dir` keeps the folders of trials.
+    reward that is not 0. `trials_dir` keeps the folders of trials. `time_limit_s` stands still
+    while the agent waits for a quota. Harbor's own limits do not: raise
+    `trial.agent.override_timeout_sec` under a quota.
     """
 
     resumable = False

@@ -46,8 +46,8 @@ class GatewaySection(AttachedSection):
     { requests_per_minute, at_once }; default: none
     """
     session_ttl_s: float = Field(3600.0, gt=0, le=YEAR_S)
-    """seconds in which all live sessions of a group must get their rewards; later, the group is
-    dropped
+    """seconds, without waits for a quota, in which all live sessions of a group must get their
+    rewards; later, the group is dropped
     """
 
     def problems(self) -> Iterator[str]:

@@ -18,9 +18,9 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,12 @@ from buffer.run.run import Run
 from buffer.wire.columns import large_columns
 from buffer.wire.group import RolloutGroup
 from rolloutmq.config.config import Config
-from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, StepFile, write_step
+from rolloutmq.extensions.records.step_file import (
+    RecordDamaged,
+    StepFacts,
+    StepFile,
+    new_step_file,
+)
 from rolloutmq.launch.terms import FOLDER as TERMS
 from rolloutmq.versions import all_versions
 
@@ -115,9 +120,10 @@ class BucketShelf:
 class Archive:
     """The step files of one run at `place`, a folder or a URL. Raises ArchiveFailed."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self._shelf = BucketShelf(place) if "://" in place else FolderShelf(Path(place))
+    def __init__(self, place: str | Path) -> None:
+        self.place = str(place)
+        is_url = "://" in self.place
+        self._shelf = BucketShelf(self.place) if is_url else FolderShelf(Path(place))
 
     def steps(self) -> list[int]:
         with self._failing():
@@ -137,22 +143,31 @@ class Archive:
 
     def raw(self, step: int) -> bytes:
         """Return the bytes of the file of a step."""
-        try:
-            with self._failing():
-                return self._shelf.get(_name(step))
-        except FileNotFoundError:
+        data = self.read(_name(step))
+        if data is None:
             steps = self.steps() or [0]
             raise ArchiveFailed(
                 f"{self.place} has no file of step {step}: its steps are {steps[0]} to {steps[-1]}",
                 hint="put a copy of the file there; steps on one side of the gap can be replayed "
                 "from a checkpoint on that side",
-            ) from None
+            )
+        return data
 
-    def put(self, step: int, write: Callable[[Path], object]) -> None:
-        """Store the file of a step, made by `write`, and delete those of later steps."""
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a file; None without it."""
+        with self._failing(), suppress(FileNotFoundError):
+            return self._shelf.get(name)
+        return None
+
+    @contextmanager
+    def new_file(self, step: int) -> Iterator[Path]:
+        """Store what the block writes to a path as the file of a step; delete those of later ones.
+
+        It is not stored if the block raises.
+        """
         with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
             file = Path(folder) / _name(step)
-            write(file)
+            yield file
             for later in self.steps():
                 if later > step:
                     self._shelf.drop(_name(later))
@@ -163,16 +178,11 @@ class Archive:
         with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
             self._shelf.put(file.name, Path(shutil.copy(file, folder)))
 
-    def read(self, name: str) -> bytes | None:
-        """Return the bytes of a file that `keep` stored; None without it."""
-        with self._failing():
-            return self._shelf.get(name) if name in self._shelf.names() else None
-
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except (RolloutMQError, FileNotFoundError):
+        except RolloutMQError:
             raise
         except Exception as error:  # the kinds of errors of a bucket depend on its provider
             text = " ".join(str(error).partition("Debug source:")[0].split())[:LONGEST_REASON]
@@ -276,7 +286,7 @@ class Archiver(Observer):
         first, lost = max(self._done + 1, ledger.archive.steps().start), set[int]()
         for step in range(first, committed + 1):
             if manifest := ledger.manifest(step):
-                self._archive.put(step, partial(self._write, manifest))
+                self._copy(manifest)
             else:
                 lost.add(step)
             self._done = step
@@ -286,7 +296,7 @@ class Archiver(Observer):
         if lost and (missing := lost - {*self._archive.steps()}):
             log.error("the server has lost %d batches, first %d", len(missing), min(missing))
 
-    def _write(self, manifest: Manifest, path: Path) -> None:
+    def _copy(self, manifest: Manifest) -> None:
         run = self._run
         facts = StepFacts(
             run=run.name,
@@ -299,21 +309,17 @@ class Archiver(Observer):
             ranks=int(os.environ.get("WORLD_SIZE", "1")),
         )
         refs = [entry.payload for entry in manifest.entries]
+        with self._archive.new_file(manifest.step) as path, new_step_file(path, facts) as add:
 
-        def groups(add: Callable[[str, bytes | memoryview], None]) -> None:
-            def add_each(batch: Sequence[PayloadRef], payloads: Sequence[Whole]) -> list[None]:
-                for ref, data in zip(batch, payloads, strict=True):
-                    add(ref.gid, data)
-                return []
+            def add_groups(batch: Sequence[PayloadRef], found: Sequence[Whole]) -> list[None]:
+                return [
+                    add(f"groups/{ref.gid}", data) for ref, data in zip(batch, found, strict=True)
+                ]
 
-            run.payloads.read_each(refs, add_each)
-
-        further: dict[str, bytes] = {}
-        if root := run.columns.root:
-            for group in run.buffer.read_many(refs):
-                names = files_of(group)
-                further |= {f"columns/{name}": (root / name).read_bytes() for name in names}
-        write_step(path, facts, groups, further)
+            run.payloads.read_each(refs, add_groups)
+            if root := run.columns.root:
+                for name in (n for group in run.buffer.read_many(refs) for n in files_of(group)):
+                    add(f"columns/{name}", (root / name).read_bytes())
 
 
 def _lines(manifest: Manifest) -> list[str]:

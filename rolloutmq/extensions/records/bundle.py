@@ -17,14 +17,22 @@ import re
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Annotated
+
+from rich.text import Text
+from typer import Argument, Option
 
 from buffer.errors import ConfigError
 from buffer.imports import is_dotted_path
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import STEPS_FILE
+from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, config_of, log_lines
+from rolloutmq.extensions.records.new_run import ArchivePlace, archive_of, choose_parent
+from rolloutmq.extensions.records.step_file import RecordDamaged, config_of, log_lines
 from rolloutmq.launch.terms import FOLDER as TERMS
+from rolloutmq.options import AsJson, Output, RunDir
+from rolloutmq.views.explain.symptom import marked
 
 MOST_BYTES = 4 << 30
 """Of all files of a bundle that is read."""
@@ -34,6 +42,47 @@ _NAMES = re.compile(
     r"checkpoints/step-\d{6,}/[\w.-]+\.(json|safetensors|sha256)|"
     r"model/[\w.-]+\.(json|safetensors|txt|model|jinja)|policy/scores\.safetensors"
 )
+
+
+EPILOG = """
+\b
+Examples: rolloutmq bundle step111.rmq --step 111
+          rolloutmq bundle step111.rmq --step 111 --run-dir runs/demo
+"""
+
+
+@command("bundle", epilog=EPILOG)
+def bundle_step(
+    file: Annotated[Path, Argument(metavar="FILE", help="New file, such as step111.rmq.")],
+    step: Annotated[int, Option("--step", min=1, help="A step of the archive.")],
+    run_dir: RunDir = None,
+    archive: ArchivePlace = None,
+    max_mb: Annotated[
+        int, Option("--max-mb", min=1, help="Most MB that state and model may have.")
+    ] = 256,
+    logprobs: Annotated[
+        bool, Option("--logprobs", help="Store log-probabilities in place of state and model.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one step of a run as a file that `rolloutmq replay` trains on any machine.
+
+    It has the batch with its texts, the checkpoint before the step, the first weights, settings,
+    versions, and the numbers that came out: what a report of a bug needs. Needs the checkpoint of
+    the step before, and [retention] policy = "archive". With --logprobs, the step is trained once
+    here, on one rank; `replay` then compares rewards, advantages, masks and losses, but no
+    gradient norm and no state.
+    """
+    parent = choose_parent(run_dir)
+    records = archive_of(parent, archive)
+    most = None if logprobs else max_mb * 10**6
+    size, differing = write_bundle(parent, records, step, file, most)
+    shown = [Text(f"{file}: {size / 1e6:.1f} MB. To train it again: rolloutmq replay {file}")]
+    for name, own, new in differing[:1]:
+        what = f"`replay` will find {name} = {new!r}, as here; the run logged {own!r}"
+        shown.append(marked("note", what))
+    document = {"file": str(file), "step": step, "bytes": size, "differing": differing}
+    Output(document, shown).print(as_json=as_json)
 
 
 def write_bundle(
@@ -82,7 +131,10 @@ def write_bundle(
 
 
 def open_bundle(file: Path, folder: Path) -> int:
-    """Unpack a bundle into a run folder; return its step. Raises RecordDamaged, ConfigError."""
+    """Unpack a bundle into a run folder; return its step. Raises RecordDamaged, ConfigError.
+
+    A config that names functions is refused: they would be imported and called.
+    """
     try:
         with zipfile.ZipFile(file) as bundle:
             infos = bundle.infolist()
@@ -93,19 +145,14 @@ def open_bundle(file: Path, folder: Path) -> int:
                 path = folder / info.filename
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(bundle.read(info))
+        records = Archive(folder / "archive")
+        (step,) = records.steps()
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         hint = "ask for another copy"
         raise RecordDamaged(f"{file} cannot be read: {error}", hint=hint) from error
-    (step,) = Archive(str(folder / "archive")).steps() or (0,)
-    with Archive(str(folder / "archive")).open(step) as batch:
+    with records.open(step) as batch:
         batch.check()
-        _refuse_code(batch.facts)
-    return step
-
-
-def _refuse_code(facts: StepFacts) -> None:
-    """Raise ConfigError for a config that names functions: they would be imported and called."""
-    config = config_of(facts.config)
+        config = config_of(batch.facts.config)
     for name in (config.trainer.advantages, config.learner.loss.objective):
         if is_dotted_path(name):
             raise ConfigError(
@@ -113,3 +160,4 @@ def _refuse_code(facts: StepFacts) -> None:
                 hint="look at the code, then replay the folder: unzip the bundle, and give the "
                 "folder to `rolloutmq replay`",
             )
+    return step

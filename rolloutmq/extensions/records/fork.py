@@ -13,27 +13,71 @@ keeps the nonce, and makes all else again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from rich.text import Text
+from typer import Option
 
 from buffer.config.assignments import assign
 from buffer.errors import ConfigError
 from buffer.run.open import embedded_server, open_store, run_nonce
 from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder
 from consumer.handle.step_log import EVALUATIONS_FILE, STEPS_FILE
+from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.new_run import ParentFolder, beside, choose_parent, new_run
 from rolloutmq.extensions.records.step_file import config_of, link_checkpoint, link_file, log_lines
 from rolloutmq.launch.create import create_again
 from rolloutmq.launch.terms import FOLDER as TERMS
+from rolloutmq.options import AsJson, ConfigUrl, Output, Overrides
+from rolloutmq.output import console
 
 CONFIG = "config.toml"
 
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+EPILOG = """
+\b
+Examples: rolloutmq fork runs/demo --at 110 --name b --set learner.learning_rate=1e-5
+          rolloutmq run runs/b/config.toml
+"""
+
+
+@command("fork", epilog=EPILOG)
+def fork_run(
+    at: Annotated[int, Option("--at", min=1, help="Checkpoint to go on from.")],
+    name: Annotated[str, Option(help="Name of the new run, and of its folder.")],
+    folder: ParentFolder = None,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run that goes on from a checkpoint of another one, with other settings.
+
+    It has the weights, the optimizer and the draws of that step, and the config that the step was
+    trained with. What was in flight is generated anew. The other run is only read, and may go on.
+    """
+    parent = choose_parent(folder)
+    target = beside(parent, name)
+    with new_run(target, "fork", at, keep=["run.json"]), ExitStack() as stack:
+        config = fork(parent, at, target, list(overrides or []))
+        url = config.redis.resolve_url(redis_url)
+        if not url:
+            server = embedded_server(config)
+            stack.enter_context(server.reading())
+            url = server.url
+        store = stack.enter_context(closing(open_store(config, url, name="rolloutmq-fork")))
+        say = partial(console(stderr=as_json).print, soft_wrap=True)
+        create_again(store, config, config.model_folder, say)
+    file = target / CONFIG
+    Output(
+        {"run": name, "folder": str(target), "config": str(file), "step": at},
+        [Text(f"run {name} continues at step {at + 1}: rolloutmq run {file}")],
+    ).print(as_json=as_json)
 
 
 def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Config:
@@ -63,26 +107,23 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
     position.run, position.run_nonce = folder.name, run_nonce(folder)
     position.forget(step)
     target.complete(position, path)
-    _copy_history(parent, folder, step)
+    for log in (STEPS_FILE, EVALUATIONS_FILE):
+        lines = [line for number, line in log_lines(parent / log) if number <= step]
+        (folder / log).write_bytes(b"".join(lines))
+    for name in ("archive", TERMS):
+        for file in sorted((parent / name).glob("*.*")):
+            number = re.fullmatch(r"step-(\d+)\.rmq", file.name)
+            if file.is_file() and (number is None or int(number[1]) <= step):
+                (folder / name).mkdir(exist_ok=True)
+                link_file(file, folder / name / file.name)
     (folder / CONFIG).write_text(to_toml(tree), encoding="utf-8")
     return config
 
 
-def create_forked(config: Config, redis_url: str | None, say: Callable[[str], object]) -> None:
-    """Make the run on its server, as its checkpoint has it."""
-    with ExitStack() as stack:
-        url = config.redis.resolve_url(redis_url)
-        if not url:
-            server = embedded_server(config)
-            stack.enter_context(server.reading())
-            url = server.url
-        store = stack.enter_context(closing(open_store(config, url, name="rolloutmq-fork")))
-        create_again(store, config, config.model_folder, say)
-
-
 def _config_tree(parent: Path, terms: str) -> dict[str, Any]:
+    """Return the config of the terms with this digest. Raises ConfigError."""
     file = parent / TERMS / f"{terms}.json"
-    data = file.read_bytes() if file.exists() else Archive(str(parent / "archive")).read(file.name)
+    data = file.read_bytes() if file.exists() else Archive(parent / "archive").read(file.name)
     if not terms or data is None:
         raise ConfigError(
             f"{parent} does not say which config the step was trained with",
@@ -90,19 +131,6 @@ def _config_tree(parent: Path, terms: str) -> dict[str, Any]:
         )
     tree: dict[str, Any] = orjson.loads(data)["config"]
     return tree
-
-
-def _copy_history(parent: Path, folder: Path, step: int) -> None:
-    """Copy the logs up to `step`, and link the files that prove these steps."""
-    for log in (STEPS_FILE, EVALUATIONS_FILE):
-        kept = [line for number, line in log_lines(parent / log) if number <= step]
-        (folder / log).write_bytes(b"".join(kept))
-    for name in ("archive", TERMS):
-        for file in sorted(path for path in (parent / name).glob("*.*") if path.is_file()):
-            number = re.fullmatch(r"step-(\d+)\.rmq", file.name)
-            if number is None or int(number[1]) <= step:
-                (folder / name).mkdir(exist_ok=True)
-                link_file(file, folder / name / file.name)
 
 
 def to_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
@@ -116,7 +144,7 @@ def to_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else orjson.dumps(name).decode()
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else orjson.dumps(name).decode()
 
 
 def _value(value: Any) -> str:

@@ -1,28 +1,62 @@
-"""The folder of a run that a command makes from the records of another."""
+"""The two folders of a command on records: of the run that it reads, and of the one it makes."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 from buffer.config.run_settings import check_name
 from buffer.errors import ConfigError
 from buffer.redis.server.embedded import EmbeddedServer
+from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.options import RUNS
 from rolloutmq.run_owner import LOCK_FILE, Stage, choose_folder, own, read_record
 
-JUDGE_FILE = "judge.json"
-"""Of `rolloutmq rescore`: which judge has scored the archive in the folder."""
+UNPACKED = "rolloutmq-bundle-"
+"""Begins the name of a temporary folder with a bundle, and with the run that is made of it."""
+
+ParentFolder = Annotated[
+    Path | None,
+    Argument(
+        metavar="RUN_FOLDER",
+        help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
+    ),
+]
+ArchivePlace = Annotated[
+    str | None,
+    Option(
+        "--archive",
+        metavar="PLACE",
+        help="Folder or URL of its archive. Default: `archive` in the run's folder.",
+    ),
+]
 
 
 def choose_parent(folder: Path | None) -> Path:
     """Return the folder of the run whose records are read, with a name of its own: not `.`."""
     found = choose_folder(folder, RUNS)
     return found.resolve() if found.name in ("", "..") else found
+
+
+def archive_of(parent: Path, place: str | None) -> Archive:
+    """Return the archive of a run, at `place` or in its folder. Raises ConfigError if empty."""
+    archive = Archive(place or parent / "archive")
+    if not archive.steps():
+        raise ConfigError(
+            f"no step of the run in {parent} is archived in {archive.place}",
+            hint="name another run, or the place of its archive (--archive); a run has one if "
+            '[retention] policy = "archive" was set before it trained',
+        )
+    return archive
 
 
 def beside(parent: Path, name: str) -> Path:
@@ -56,12 +90,29 @@ def new_run(
         raise ConfigError(f"{folder} exists", hint="choose another --name, or delete the folder")
     with interrupted_by_sigterm(), own(folder, folder.name, [verb, *sys.argv[2:]], last) as owned:
         for path in left:
-            if path.name in keep:
-                continue
-            if path.is_dir():
-                EmbeddedServer(path).kill()  # one that outlived its owner
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            if path.name not in keep:
+                _delete(path)
         owned.note(Stage.RUNNING)
         yield
+
+
+@contextmanager
+def unpacked() -> Iterator[Path]:
+    """Yield a temporary folder, after deleting those of killed replays of bundles."""
+    for run in Path(tempfile.gettempdir()).glob(f"{UNPACKED}*/*"):
+        with suppress(FileNotFoundError):  # another process deletes it
+            record = read_record(run) if run.stat().st_uid == os.getuid() else None
+            if record and record.stage is Stage.DIED:
+                for path in run.iterdir():
+                    _delete(path)
+                shutil.rmtree(run.parent)
+    with tempfile.TemporaryDirectory(prefix=UNPACKED) as folder:
+        yield Path(folder)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        EmbeddedServer(path).kill()  # one that outlived its owner
+        shutil.rmtree(path)
+    else:
+        path.unlink()

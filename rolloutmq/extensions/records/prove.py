@@ -15,26 +15,76 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
+from rich.text import Text
+from typer import Argument, Exit, Option
 
-from buffer.errors import RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.ledger.position import Position, link
 from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder, digest_of
+from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.new_run import ArchivePlace
+from rolloutmq.extensions.records.step_file import RecordDamaged
 from rolloutmq.launch.terms import FOLDER as TERMS
 from rolloutmq.launch.terms import model_digest, source_digest
-from rolloutmq.output import plural
+from rolloutmq.options import AsJson, Output
+from rolloutmq.output import count, plural
+from rolloutmq.views.explain.symptom import marked
+
+Level = Literal["ok", "fault", "note"]
+
+EPILOG = """
+\b
+Examples: rolloutmq prove runs/demo/checkpoints/step-000120
+          rolloutmq prove runs/demo/checkpoints/step-000120 --without-source gsm8k
+"""
+
+
+@command("prove", epilog=EPILOG)
+def prove_checkpoint(
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Folder of a checkpoint.")],
+    archive: ArchivePlace = None,
+    without: Annotated[
+        str | None,
+        Option("--without-source", metavar="SOURCE", help="Name the steps that touched it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which prompts, judges and weights made a checkpoint, and whether all is unaltered.
+
+    Compares the checkpoint's files, the chain of trained batches, every group in the archive, the
+    config and the user's code. Ends with code 6 if something was altered, and with --without-source
+    if a step touched it.
+    """
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint} is no folder", hint="give a folder in checkpoints/")
+    folder = checkpoint.resolve()
+    proof = prove(folder, Archive(archive or folder.parents[1] / "archive"), without)
+    document: dict[str, Any] = {
+        "whole": proof.is_whole, "proof": proof.head, "groups": dict(proof.groups),
+        "judges": sorted(proof.judges), "steps_with_source": proof.touched if without else None,
+        "checks": [check._asdict() for check in proof.checks],
+    }  # fmt: skip
+    shown = [marked(check.level, check.what) for check in proof.checks]
+    made = ", ".join(f"{name} {count(number)}" for name, number in proof.groups.most_common())
+    shown.append(Text(f"trained groups: {made or 'none'}; judges: {', '.join(document['judges'])}"))
+    if without:
+        steps = ", ".join(map(str, proof.touched)) or "none"
+        shown.append(Text(f"steps that trained groups of {without}: {steps}"))
+    Output(document, shown).print(as_json=as_json)
+    if not proof.is_whole or proof.touched:
+        raise Exit(RecordDamaged.exit_code)
 
 
 class Check(NamedTuple):
     """What was compared; "note" where it cannot be here."""
 
-    level: Literal["ok", "fault", "note"]
+    level: Level
     what: str
 
 
@@ -45,112 +95,102 @@ class Proof:
     checks: list[Check] = field(default_factory=list)
     groups: Counter[str] = field(default_factory=Counter)
     """trained groups by data source, or by task where they have none"""
+    judges: set[str] = field(default_factory=set)
+    """of all training tasks"""
     touched: list[int] = field(default_factory=list)
     """steps that trained a group of the source that was asked for"""
-    terms: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """what steps were trained under, by the first step of each"""
     head: str = ""
 
     @property
     def is_whole(self) -> bool:
         return all(check.level != "fault" for check in self.checks)
 
+    def add(self, level: Level, what: str) -> None:
+        self.checks.append(Check(level, what))
+
 
 def prove(checkpoint: Path, archive: Archive, source: str | None = None) -> Proof:
     """Compare all records of a checkpoint. `source`: find the steps that touched it."""
     proof = Proof()
-    position = _checkpoint(checkpoint, proof)
-    if position is None:
+    for file in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+        if file.suffix == DIGEST:
+            continue
+        beside = file.with_name(file.name + DIGEST)
+        if not beside.exists():
+            proof.add("note", f"{file.name} has no digest beside it")
+        elif beside.read_bytes() != f"{digest_of(file)}  {file.name}\n".encode():
+            proof.add("fault", f"{file} does not have the digest in {beside.name}")
+        else:
+            proof.add("ok", f"{file.name} is unaltered")
+    try:
+        step = int(checkpoint.name.rpartition("-")[2])
+        position = CheckpointFolder(checkpoint.parent).read(step)
+    except (RolloutMQError, ValueError) as error:
+        proof.add("fault", f"{checkpoint / POSITION} cannot be read: {error}")
         return proof
     proof.head = position.proof
-    _chain(position, archive, proof, source)
-    _terms(position, checkpoint.parents[1], archive, proof)
+    _compare_chain(position, archive, proof, source)
+    _compare_terms(position, checkpoint.parents[1], archive, proof)
     return proof
 
 
-def _checkpoint(folder: Path, proof: Proof) -> Position | None:
-    files = sorted(file for file in folder.iterdir() if file.suffix != DIGEST and file.is_file())
-    for file in files:
-        beside = file.with_name(file.name + DIGEST)
-        if not beside.exists():
-            proof.checks.append(Check("note", f"{file.name} has no digest beside it"))
-        elif beside.read_bytes() != f"{digest_of(file)}  {file.name}\n".encode():
-            proof.checks.append(Check("fault", f"{file} does not have the digest in {beside.name}"))
-        else:
-            proof.checks.append(Check("ok", f"{file.name} is unaltered"))
-    try:
-        step = int(folder.name.rpartition("-")[2])
-        return CheckpointFolder(folder.parent).read(step)
-    except (RolloutMQError, ValueError) as error:
-        proof.checks.append(Check("fault", f"{folder / POSITION} cannot be read: {error}"))
-        return None
-
-
-def _chain(position: Position, archive: Archive, proof: Proof, source: str | None) -> None:
+def _compare_chain(position: Position, archive: Archive, proof: Proof, source: str | None) -> None:
     """Read all steps, and compare the head of their chain with that of the checkpoint."""
-    head = ""
-    found = {*archive.steps()}
-    missing = [step for step in range(1, position.step + 1) if step not in found]
-    for step in sorted(found):
-        if step > position.step:
-            break
+    head, there, missing = "", {*archive.steps()}, list[int]()
+    for step in range(1, position.step + 1):
+        if step not in there:
+            missing.append(step)
+            continue
         try:
             with archive.open(step) as file:
                 file.check()
                 head = link(head, position.terms_of(step), file.facts.manifest)
                 sources = [group.shared.data_source or group.task for group in file.groups()]
         except RolloutMQError as error:
-            proof.checks.append(Check("fault", error.message))
+            proof.add("fault", error.message)
             missing.append(step)
             continue
         proof.groups.update(sources)
         if source in sources:
             proof.touched.append(step)
     if missing:
-        what = f"{plural(len(missing), 'step')} of {position.step}, first {min(missing)}"
-        proof.checks.append(Check("note", f"the archive lacks {what}: the chain is not compared"))
-    elif head != position.proof:
-        what = f"the manifests of steps 1 to {position.step}, or their terms, are others than "
-        proof.checks.append(Check("fault", f"{what}those that were trained"))
-    else:
+        what = f"{plural(len(missing), 'step')} of {position.step}, first {missing[0]}"
+        proof.add("note", f"the archive lacks {what}: the chain is not compared")
+    elif head == position.proof:
         what = f"all {position.step} steps are those that were trained: proof {head[:16]}…"
-        proof.checks.append(Check("ok", what))
+        proof.add("ok", what)
+    else:
+        what = f"the manifests of steps 1 to {position.step}, or their terms, are others than "
+        proof.add("fault", f"{what}those that were trained")
 
 
-def _terms(position: Position, run: Path, archive: Archive, proof: Proof) -> None:
+def _compare_terms(position: Position, run: Path, archive: Archive, proof: Proof) -> None:
     for first, digest in position.terms.items():
         name = f"{digest}.json"
         file = run / TERMS / name
         data = file.read_bytes() if file.exists() else archive.read(name)
         what = f"config and code from step {first} on"
         if data is None:
-            proof.checks.append(Check("note", f"{what}: {TERMS}/{name} is not here"))
+            proof.add("note", f"{what}: {TERMS}/{name} is not here")
             continue
         if hashlib.sha256(data).hexdigest() != digest:
-            proof.checks.append(Check("fault", f"{what}: {file} was altered"))
+            proof.add("fault", f"{what}: {file} was altered")
             continue
-        terms = proof.terms[first] = orjson.loads(data)
-        proof.checks.append(Check("ok", f"{what} are on record"))
-        proof.checks += _code(terms)
+        proof.add("ok", f"{what} are on record")
+        terms: dict[str, Any] = orjson.loads(data)
+        tasks = terms["config"]["tasks"].values()
+        proof.judges |= {str(task.get("judge")) for task in tasks if not task.get("eval_of")}
+        for function, source in terms["code"].items():
+            now = source_digest(function)
+            if now is None:
+                proof.add("note", f"the file of {function} is not here")
+            elif now == source:
+                proof.add("ok", f"the file of {function} is unaltered")
+            else:
+                proof.add("fault", f"the file of {function} is another one than in training")
         model = terms["config"]["policy"].get("model")
         if model and Path(model).is_dir():
-            is_same = model_digest(Path(model)) == terms["model"]
-            now = "are unaltered" if is_same else f"were altered: {model}"
-            proof.checks.append(Check("ok" if is_same else "fault", f"the first weights {now}"))
-
-
-def _code(terms: dict[str, Any]) -> Iterator[Check]:
-    for name, digest in terms["code"].items():
-        now = source_digest(name)
-        if now is None:
-            yield Check("note", f"the file of {name} is not here")
-        elif now != digest:
-            yield Check("fault", f"the file of {name} is another one than in training")
-        else:
-            yield Check("ok", f"the file of {name} is unaltered")
-
-
-def judges_of(terms: dict[str, Any]) -> Sequence[str]:
-    """Return the judges of all training tasks."""
-    tasks = terms["config"]["tasks"].values()
-    return sorted({str(task.get("judge")) for task in tasks if not task.get("eval_of")})
+            if model_digest(Path(model)) == terms["model"]:
+                proof.add("ok", "the first weights are unaltered")
+            else:
+                proof.add("fault", f"the first weights were altered: {model}")

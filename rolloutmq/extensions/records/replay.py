@@ -84,7 +84,7 @@ class State:
 class ReplayedStep:
     """One step that was trained again. `state`: hash of weights and optimizer behind it.
 
-    `ranks`: of the trainer that the batch was recorded from.
+    If it was to be trained as the run did: its `differences`, and the `ranks` of the run's trainer.
     """
 
     step: int
@@ -168,8 +168,10 @@ class Replay:
                 reporter.flush()  # it reads the groups
                 clear(run, manifest)
                 position.add(manifest)
-                differences = differing(metrics, known.get(step))
-                yield ReplayedStep(step, state.digest(), seconds, differences, trained_on)
+                digest, ranks, found = state.digest(), rank.ranks.size, list[Difference]()
+                if phase.is_own:
+                    found, ranks = differing(metrics, known.get(step)), trained_on
+                yield ReplayedStep(step, digest, seconds, found, ranks)
         written = checkpoints.begin(phase.last)
         rank.begin_state(str(written))
         rank.end_state()

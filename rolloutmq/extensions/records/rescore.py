@@ -8,15 +8,18 @@ that raises ends it: a rollout without its new score would keep the wrong one.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import orjson
+from rich.text import Text
+from typer import Option
 
 from buffer.errors import ConfigError
 from buffer.job import PayloadRef
@@ -28,13 +31,84 @@ from buffer.wire.group import RolloutGroup
 from consumer.handle.sample_log import TokenTexts
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_for, load_worker_judge, make_judge
+from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive, files_of
-from rolloutmq.extensions.records.new_run import JUDGE_FILE
-from rolloutmq.extensions.records.step_file import StepFile, config_of, write_step
+from rolloutmq.extensions.records.new_run import (
+    ArchivePlace,
+    ParentFolder,
+    archive_of,
+    beside,
+    choose_parent,
+    new_run,
+)
+from rolloutmq.extensions.records.step_file import StepFile, config_of, new_step_file
 from rolloutmq.launch.terms import source_digest
+from rolloutmq.options import AsJson, Output
+from rolloutmq.output import count, progress
+
+JUDGE_FILE = "judge.json"
+"""Which judge has scored the archive in the folder."""
 
 AT_ONCE = 16  # groups that are judged at the same time
 EXAMPLES = 3
+
+EPILOG = """
+\b
+Examples: rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score
+          rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score --yes
+"""
+
+
+@command("rescore", epilog=EPILOG)
+def rescore_run(
+    start: Annotated[int, Option("--from", min=0, help="Checkpoint to begin with; 0: none.")],
+    task: Annotated[str, Option(help="Task whose groups are judged.")],
+    judge: Annotated[str, Option(help="Judge, as in a config: a name, module:function, a URL.")],
+    folder: ParentFolder = None,
+    name: Annotated[
+        str | None, Option(help="Name of the new run, and of its folder. Default: RUN-rescored.")
+    ] = None,
+    archive: ArchivePlace = None,
+    yes: Annotated[bool, Option("--yes", help="Train on the new scores, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score the archived responses of a run by another judge, and train on the new scores.
+
+    Without --yes it only judges, and shows what would change. With --yes it trains the steps from
+    checkpoint FROM again, without generating a token; `rolloutmq fork` then goes on from the new
+    run. The judge runs behind the task's border and limits of time and memory.
+    """
+    parent = choose_parent(folder)
+    target = beside(parent, f"{parent.name}-rescored" if name is None else name)
+    records = archive_of(parent, archive)
+    last = records.steps()[-1]
+    if last <= start:
+        raise ConfigError(f"{records.place} has no batch after step {start}", hint="set --from")
+    from consumer.handle.ranks import join
+
+    ranks, kept = join(), ["archive", JUDGE_FILE]
+    quiet = as_json or ranks.rank > 0
+    with new_run(target, "rescore", last, kept, rank=ranks.rank), progress(quiet) as advance:
+        scored, found = Archive(target / "archive"), Differences()
+        if not ranks.rank:
+            forget_other_scores(target, task, judge)
+            for step in rescore(records, scored, task, judge, range(start + 1, last + 1), found):
+                advance(f"step, of {last}, judged", step)
+        ranks.share(True)  # all is scored
+        document: dict[str, Any] = asdict(found)
+        then = "to train on these scores: the same command with --yes"
+        if yes:
+            from rolloutmq.extensions.records.replay import prepare
+
+            override = f"tasks.{task}.judge={json.dumps(judge)}"
+            job = prepare(parent, scored, target, start, last, [], [override])
+            for trained in job.train(ranks):
+                advance(f"step, of {last}, trained", trained.step)
+                document["state"] = trained.state
+            goes_on = f"rolloutmq fork {target} --at {last} --name NAME"
+            then = f"trained in {target}; to go on from it: {goes_on}"
+    if not ranks.rank:
+        Output(document, [found.text(), Text(then)]).print(as_json=as_json)
 
 
 @dataclass(slots=True)
@@ -66,6 +140,17 @@ class Differences:
         self.examples.append({"gid": group.gid, "index": index} | scores_of)
         self.examples.sort(key=lambda each: -abs(each["after"] - each["before"]))
         del self.examples[EXAMPLES:]
+
+    def text(self) -> Text:
+        groups = max(1, self.groups)
+        text = Text(
+            f"{count(self.changed)} of {count(self.groups)} groups have other scores, "
+            f"{count(self.advantages)} other advantages; "
+            f"mean score {self.before / groups:.3f}, then {self.after / groups:.3f}"
+        )
+        for each in self.examples:
+            text.append("\n  {gid} rollout {index}: {before:g}, then {after:g}".format(**each))
+        return text
 
 
 def forget_other_scores(folder: Path, task: str, judge: str) -> None:
@@ -143,11 +228,8 @@ def _write(file: StepFile, target: Archive, rewards: dict[str, list[dict[str, fl
         entries.append(entry)
     manifest = Manifest(file.manifest.step, file.manifest.header, tuple(entries))
     facts = file.facts.model_copy(update={"manifest": manifest.lines})
-    names = [name for group in file.groups() for name in files_of(group)]
-    further = {f"columns/{name}": file.member(f"columns/{name}") for name in names}
-
-    def groups(add: Any) -> None:
+    with target.new_file(manifest.step) as path, new_step_file(path, facts) as add:
         for gid, data in payloads.items():
-            add(gid, data)
-
-    target.put(manifest.step, lambda path: write_step(path, facts, groups, further))
+            add(f"groups/{gid}", data)
+        for name in (name for group in file.groups() for name in files_of(group)):
+            add(f"columns/{name}", file.member(f"columns/{name}"))

@@ -17,7 +17,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -28,7 +28,7 @@ from buffer.config.assignments import assign
 from buffer.errors import ConfigError, RolloutMQError, WireError
 from buffer.groups.replay_buffer import mask_stale
 from buffer.manifest import Manifest, ManifestEntry
-from buffer.redis.payloads import checksum
+from buffer.redis.payloads import Whole, checksum
 from buffer.wire.framing import ZSTD_MAGIC, compress, expand
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode_each
@@ -44,6 +44,9 @@ _UNREADABLE = (
     *(NotImplementedError, RuntimeError, OverflowError, struct.error),
 )
 """What zipfile and pydantic raise for files that are damaged."""
+
+
+AddMember = Callable[[str, Whole], None]
 
 
 class RecordDamaged(RolloutMQError):
@@ -158,39 +161,26 @@ class StepFile:
         )
 
 
-def write_step(
-    path: Path,
-    facts: StepFacts,
-    groups: Callable[[Callable[[str, bytes | memoryview], None]], None],
-    further: Mapping[str, bytes] | None = None,
-) -> None:
-    """Write a step file under a new name.
-
-    `groups` calls its argument with the gid and the bytes of each group. `further`: members by
-    name.
-    """
+@contextmanager
+def new_step_file(path: Path, facts: StepFacts) -> Iterator[AddMember]:
+    """Make a step file under a new name; the block gets a function that adds a member."""
     with path.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
-        facts_json = json.dumps(facts.model_dump(), indent=1)
-        archive.writestr(_member(_FACTS), framed(facts_json.encode()))
 
-        def add(gid: str, data: bytes | memoryview) -> None:
-            archive.writestr(_member(f"groups/{gid}"), framed(data))
+        def add(name: str, data: Whole) -> None:
+            """Add bytes in a zstd frame, unless they are one."""
+            whole = bytes(data)
+            framed = whole if whole[:4] == ZSTD_MAGIC else compress(whole, "zstd")
+            # with one time for all, the same batch has the same bytes
+            archive.writestr(zipfile.ZipInfo(name, (2000, 1, 1, 0, 0, 0)), framed)
 
-        groups(add)
-        for name, data in (further or {}).items():
-            archive.writestr(_member(name), framed(data))
+        add(_FACTS, json.dumps(facts.model_dump(), indent=1).encode())
+        yield add
         # of the length of the digest: the end of the archive names the length of its comment
         archive.comment = b"0" * DIGEST_HEX
     with path.open("r+b") as written:
         digest = digest_of(written)
         written.seek(-DIGEST_HEX, 2)
         written.write(digest.encode())
-
-
-def framed(data: bytes | memoryview) -> bytes:
-    """Return bytes in a zstd frame, unless they are one."""
-    whole = bytes(data)
-    return whole if whole[:4] == ZSTD_MAGIC else compress(whole, "zstd")
 
 
 def digest_of(file: BinaryIO) -> str:
@@ -202,11 +192,6 @@ def digest_of(file: BinaryIO) -> str:
         digest.update(block)
         left -= len(block)
     return digest.hexdigest()
-
-
-def _member(name: str) -> zipfile.ZipInfo:
-    # with one time for all, the same batch has the same bytes
-    return zipfile.ZipInfo(name, (2000, 1, 1, 0, 0, 0))
 
 
 def config_of(given: Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any) -> Config:

@@ -134,14 +134,18 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
         what = f"no worker is alive; {plural(snap.unclaimed, 'group')} waiting for one"
         fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
         yield stuck("worker/none", what, fix, since)
-    waits = Counter[str]()
+    waits, refused_ms = Counter[str](), Counter[str]()
     for worker in snap.live_workers:
-        waits[worker.quota.replace("+", " ")] += worker.quota_waits
-    for quota, calls in waits.items():
-        if calls:
-            what = f"{plural(calls, 'call')} waiting for the quota of {quota}"
-            fix = "no try and no time limit is used up meanwhile; see `limit`"
-            yield note("worker/quota", what, fix)
+        quota = worker.quota.replace("+", " ")
+        waits[quota] += worker.quota_waits
+        refused_ms[quota] = max(refused_ms[quota], worker.quota_refused_ms)
+    for quota, calls in (+waits).items():
+        what = f"{plural(calls, 'call')} waiting for the quota of {quota}"
+        fix = "no try and no time limit is used up meanwhile; see `limit`"
+        if refused_ms[quota]:
+            what += ", whose service refuses every call (status 429)"
+            fix = f"the workers' logs have its reason, such as an account without money; {fix}"
+        yield waiting("worker/quota", what, fix, refused_ms[quota] or None)
     for worker in snap.workers:
         if worker.is_barred:
             others = any(not other.is_barred for other in snap.live_workers)

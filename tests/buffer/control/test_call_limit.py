@@ -197,6 +197,25 @@ def test_refusal_makes_all_callers_wait_and_then_go_slower_for_a_while(club: Clu
     assert club.times[-1][0] - club.times[-8][0] == pytest.approx(7 * SPACED_MS, abs=1.5)
 
 
+def test_pauses_double_up_to_a_minute_until_a_call_is_not_refused(club: Club) -> None:
+    one = club.join(at_once=8)
+    key, pauses_s = club.keys.slots()["limit"], []
+
+    def refuse() -> None:
+        until(lambda: one.ask(1))
+        one.end(refused=one.state.refused + 1, pause_ms=0)
+        pauses_s.append(round((club.field("paused_ms") - club.now_ms()) / 1000))
+        club.raw.hset(key, "paused_ms", 0)
+
+    for _ in range(8):
+        refuse()
+    assert pauses_s == [1, 2, 4, 8, 16, 32, 60, 60]
+    one.ask(1)
+    one.end()
+    refuse()
+    assert pauses_s[-1] == 1
+
+
 def test_lowest_quota_that_a_living_run_sets_counts(club: Club) -> None:
     club.join("a t", lease_ms=500, at_once=1).ask(1)
     other = club.join("b t", lease_ms=500, at_once=50)

@@ -131,7 +131,7 @@ def turns_that_the_server_lost_come_back(scene: Scene) -> None:
     scene.run.jobs.drop(scene.ready(0)[0])
     account = scene.run.account.tokens()["math"]
     assert (account.sampled, account.ended) == (3, 0)
-    assert not scene.raw.exists(scene.keys.worker_tokens_of + "nobody")
+    assert not scene.raw.exists(scene.keys.worker_tokens_of)  # of no worker
     scene.check()
 
 

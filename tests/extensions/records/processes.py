@@ -2,13 +2,14 @@
 
 usage: python -m tests.extensions.records.processes two_ranks FOLDER MODEL
        python -m tests.extensions.records.processes killed RUNS DEATHS COMMAND…
+       python -m tests.extensions.records.processes bundle FOLDER FILE
        python -m tests.extensions.records.processes live FOLDER MODEL
 
 `two_ranks` trains a run on two ranks, then runs commands on it on one and two. `killed` runs a
 command with `--name whole`, then with `--name killed`: it dies at each of DEATHS, such as
 "steps.jsonl:2", the second operation on a path below its folder that has these words, and the last
-life comes to its end. Both print what the commands printed, and how they ended, as JSON. `live`
-trains a run of 8 steps, and waits for a file FOLDER/go behind the fourth.
+life comes to its end. `bundle` does this with a replay of a bundle, whose files are in FOLDER. All
+print what the commands printed, and how they ended, as JSON. `live` trains a run of 8 steps, and waits for a file FOLDER/go behind the fourth.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,6 +125,16 @@ def killed(runs: Path, deaths: Sequence[str], args: Sequence[str]) -> dict[str, 
     return {"codes": codes, "whole": whole, "killed": orjson.loads(out.read_bytes())}
 
 
+def killed_bundle(folder: Path, file: str) -> dict[str, Any]:
+    tempfile.tempdir = str(folder)
+    lives = [
+        partial(call, ["replay", file, "--json"], folder / "out", {}, death, str(folder))
+        for death in ("replayed/steps.jsonl:1", "")
+    ]
+    codes = [wait_for(forked(life)) for life in lives]
+    return {"codes": codes, **orjson.loads((folder / "out").read_bytes())}
+
+
 def live(folder: Path, model: Path) -> None:
     config = small_config(folder / "first", model, plan={"steps": 8})
     with EmbeddedServer(config.run.folder / "server") as server:
@@ -137,5 +149,9 @@ if __name__ == "__main__":
     elif scene == "two_ranks":
         sys.stdout.write(orjson.dumps(two_ranks(Path(place), Path(rest[0]))).decode())
     else:
-        found = killed(Path(place), rest[0].split(","), rest[1:])
+        found = (
+            killed_bundle(Path(place), rest[0])
+            if scene == "bundle"
+            else killed(Path(place), rest[0].split(","), rest[1:])
+        )
         sys.stdout.write(orjson.dumps(found).decode())

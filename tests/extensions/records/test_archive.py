@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +126,8 @@ def test_a_new_history_replaces_the_later_files_of_the_one_before(scene: Scene) 
     with archive.open(2) as file:
         assert file.facts.step == 2
     second = Path(scene.run.limits.archive, "step-0000002.rmq")
-    archive.put(2, partial(shutil.copyfile, second))
+    with archive.new_file(2) as path:
+        shutil.copyfile(second, path)
     assert archive.steps() == [1, 2]
     with pytest.raises(ArchiveFailed, match="step 3"):
         archive.open(3)

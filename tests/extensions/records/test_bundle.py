@@ -82,6 +82,21 @@ def test_a_step_without_a_checkpoint_before_it_is_refused(trained: Config, tmp_p
     assert "no checkpoint of step 3" in done.stderr
 
 
+def test_a_run_without_an_archive_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "plain").mkdir(parents=True)
+    (tmp_path / "runs" / "plain" / "run.json").touch()
+    done = in_process("bundle", "b.rmq", "--step", "4", cwd=tmp_path)
+    assert done.returncode == 2
+    text = " ".join(done.stderr.split())
+    assert "no step of the run in runs/plain is archived" in text
+    assert "[retention] policy" in text
+
+
+def test_a_file_with_two_steps_is_no_bundle(bundle: Path) -> None:
+    rewrite(bundle, "archive/step-0000006.rmq", b"x")
+    assert in_process("replay", str(bundle), "--json").returncode == 6
+
+
 def test_the_run_of_a_bundle_is_kept_where_it_has_a_name(bundle: Path) -> None:
     done = in_process("replay", str(bundle), "--json")
     assert orjson.loads(done.stdout)["folder"] is None

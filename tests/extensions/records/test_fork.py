@@ -14,6 +14,8 @@ import pytest
 
 from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
+from buffer.run.run import Run
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import StepLog
 from rolloutmq.config.config import Config
@@ -21,8 +23,10 @@ from rolloutmq.config.load import load_config
 from rolloutmq.extensions.records import step_file
 from rolloutmq.extensions.records.fork import to_toml
 from tests.consumer.grpo.training_config import GROUPS
+from tests.consumer.handle.crew import at_work
 from tests.extensions.records.small_run import train_run
 from tests.rolloutmq.conftest import in_process, rolloutmq
+from tests.waits import until
 
 LAST = 7
 LONGER = ("--set", f"plan.steps={LAST}", "--set", "learner.learning_rate=0.01")
@@ -78,6 +82,19 @@ def test_a_fork_goes_on_where_its_parent_was(trained: Config, model_dir: Path) -
         fork(child.run.folder, LAST - 1, "c", "--set", f"plan.steps={LAST}"), model_dir
     )
     assert history(grandchild.run.folder).steps[-1].step == LAST
+
+
+def test_a_producer_before_the_trainer_draws_nothing_that_is_trained(trained: Config) -> None:
+    child = load_config(fork(trained.run.folder, 4, "early"))
+    known = CheckpointFolder(child.run.folder / "checkpoints").read(4).trained
+    with EmbeddedServer(child.run.folder / "server") as server:
+        run = Run.open(Store(server.url), child.run.name)
+        with at_work(run, math=5 * GROUPS):
+            until(lambda: run.buffer.count("math") >= GROUPS)
+        made = run.buffer.peek(9 * GROUPS, "math")
+        assert len(made) == GROUPS
+        assert not [entry.gid for entry in made if entry.gid in known]
+        assert run.account.fsck().clean
 
 
 def test_the_same_fork_twice_and_two_at_once(trained: Config) -> None:

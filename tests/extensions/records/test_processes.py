@@ -18,6 +18,7 @@ from consumer.handle.step_log import read_steps
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.replay import OF_THE_MACHINE
 from tests.consumer.grpo.training_config import STEPS
+from tests.rolloutmq.conftest import in_process
 
 JUDGE = "tests.extensions.records.other_judge:reversed_score"
 TIMES = (*OF_THE_MACHINE, "system/")
@@ -69,9 +70,25 @@ def test_a_command_that_died_comes_to_the_result_of_one_that_did_not(
     assert found["codes"] == [0, *[-signal.SIGKILL] * len(deaths.split(",")), 0]
     document = orjson.dumps(found["killed"]).decode().replace("killed", "whole")
     assert orjson.loads(document) == found["whole"]
-    servers = [each.info["cwd"] or "" for each in psutil.process_iter(["cwd"])]
-    assert not [folder for folder in servers if folder.startswith(str(tmp_path))]
+    assert not servers_below(tmp_path)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def servers_below(folder: Path) -> list[str]:
+    found = [each.info["cwd"] or "" for each in psutil.process_iter(["cwd"])]
+    return [cwd for cwd in found if cwd.startswith(str(folder))]
+
+
+def test_a_replay_of_a_bundle_ends_what_a_killed_one_left(trained: Config, tmp_path: Path) -> None:
+    file, temporary = tmp_path / "step5.rmq", tmp_path / "temporary"
+    temporary.mkdir()
+    done = in_process("bundle", str(file), "--step", "5", "--run-dir", str(trained.run.folder))
+    assert done.returncode == 0, done.stderr
+    found = processes("bundle", str(temporary), str(file))
+    assert found["codes"] == [-signal.SIGKILL, 0]
+    assert found["differing"] == {}
+    assert not servers_below(tmp_path)
+    assert [path.name for path in temporary.iterdir()] == ["out"]
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -201,11 +201,10 @@ def test_a_server_of_another_kind_is_refused_by_its_url(run: Run[Any], models: b
 
 
 def test_requests_wait_for_their_turns_and_a_refusal_is_no_part_without_tokens(
-    run: Run[Any],
+    run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(
-        *[REFUSAL] * (http_engine.FRUITLESS + 1), b"data: " + told([5], "stop") + b"\n\n"
-    )
+    monkeypatch.setattr(http_engine, "FRUITLESS", 1)
+    server = Server(REFUSAL, REFUSAL, b"data: " + told([5], "stop") + b"\n\n")
 
     async def play(store: Store) -> Generation:
         async with server as url:
@@ -220,4 +219,4 @@ def test_requests_wait_for_their_turns_and_a_refusal_is_no_part_without_tokens(
 
     with closing(Store("memory://")) as store:
         assert run(play(store)).token_ids.tolist() == [5]
-    assert len(server.asked) == 1 + http_engine.FRUITLESS + 2
+    assert len(server.asked) == 1 + 2 + 1

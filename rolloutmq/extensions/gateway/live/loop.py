@@ -84,7 +84,7 @@ class LiveAgentLoop(GatewayAgentLoop):
         try:
             taker = None if group.opening else await self._room.offered(group)
             if taker:
-                opening = {"nonce": secrets.token_hex(8), "at_s": time.time()}
+                opening: dict[str, Any] = {"nonce": secrets.token_hex(8), "at_s": time.time()}
                 write_opening(keeper, states[0].index, opening)
                 await keeper.stored()
                 for state in states:
@@ -92,7 +92,13 @@ class LiveAgentLoop(GatewayAgentLoop):
                 group.opening = opening
                 if not taker.done():
                     taker.set_result(group)
-            return await super().generate_group(states, engine, gid, keeper)
+            assert group.opening
+            at_s = group.opening["at_s"]
+            made = await super().generate_group(states, engine, gid, keeper)
+            if group.opening["at_s"] > at_s + 1.0:  # its calls have waited for a quota
+                write_opening(keeper, states[0].index, group.opening)
+                await keeper.stored()
+            return made
         finally:
             self._room.leave(group)
 

@@ -23,6 +23,7 @@ from buffer.errors import GroupAbandoned, JudgeInterrupted
 from buffer.ids import split_group_id
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.agent_loop import Vacancy
+from producer_workers.work_time import timeout
 from rolloutmq.extensions.gateway.agents import AgentTask, Earned
 from rolloutmq.extensions.gateway.live.secret import Secret, SessionName
 
@@ -66,7 +67,7 @@ class LiveGroup:
 
 
 class LiveRoom:
-    """`ttl_s`: seconds from its opening in which a group must earn all of its rewards.
+    """`ttl_s`: seconds from its opening, without waits for a quota, in which a group earns rewards.
 
     `on_demand` is called when a program wants a group; the worker claims within `limit_claim`.
     """
@@ -164,7 +165,7 @@ class LiveRoom:
         seat = group.seats[int(number)]
         left_s = group.opening["at_s"] + self.ttl_s - time.time()
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
+            async with timeout(max(0.0, left_s)) as work:
                 async with group.changed:
                     group.tasks[int(number)] = task
                     group.changed.notify_all()
@@ -173,3 +174,6 @@ class LiveRoom:
             raise GroupAbandoned(
                 f"{gid}: no reward within {self.ttl_s:g} s", hint="see [gateway] session_ttl_s"
             ) from error
+        finally:  # waits for a quota are not counted at the next gateway either
+            later_s = time.time() + work.left_s - self.ttl_s
+            group.opening["at_s"] = max(group.opening["at_s"], later_s)

@@ -4,8 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -157,6 +160,27 @@ def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
         assert again.url == server.url
         with again.connect() as client:
             assert client.ping()
+
+
+def test_a_long_folder_has_one_socket_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long/" * 30)))
+    at_once = Barrier(PROCESSES := 8)
+
+    def path(folder: Path) -> Path:
+        at_once.wait()
+        return EmbeddedServer(folder).socket_path
+
+    for number in range(20):
+        folder = tmp_path / f"{number}" / ("deep/" * 30)
+        if number == 19:  # as left by a process that died while it wrote
+            folder.mkdir(parents=True)
+            (folder / "socket_folder").touch()
+        with ThreadPoolExecutor(PROCESSES) as threads:
+            (found,) = set(threads.map(path, [folder] * PROCESSES))
+        assert len(os.fsencode(found)) <= 107
+        found.parent.rmdir()
 
 
 READ = """
