@@ -15,6 +15,11 @@ from contextlib import suppress
 
 OWNER = "ROLLOUTMQ_OWNER_PID"  # the environment variable with the pid of the process to follow
 
+# Seconds from SIGTERM to SIGKILL without an owner, as `rolloutmq run` gives its trainer.
+ORPHAN_S = 600.0
+
+_POLL_S = 1.0
+
 
 def kill_session(pid: int) -> None:
     """Kill the process that leads a session, and all that it has started there."""
@@ -27,7 +32,7 @@ def how_ended(code: int) -> str:
 
 
 def follow_owner() -> None:
-    """Send SIGTERM to this process once its parent is not `OWNER`, SIGKILL ten minutes later."""
+    """Send SIGTERM to this process once its parent is not `OWNER`, SIGKILL `ORPHAN_S` later."""
     owner = os.environ.get(OWNER)
     if owner:
         threading.Thread(target=_watch, args=(int(owner),), name="lifeline", daemon=True).start()
@@ -36,8 +41,8 @@ def follow_owner() -> None:
 def _watch(owner: int) -> None:
     stopped = threading.Event()
     while os.getppid() == owner:
-        stopped.wait(1.0)
+        stopped.wait(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
-    stopped.wait(600.0)  # as `rolloutmq run` gives its trainer
+    stopped.wait(ORPHAN_S)
     # a process that waits for a lost server or rank would hold its GPU for ever
     os.kill(os.getpid(), signal.SIGKILL)
