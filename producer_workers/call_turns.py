@@ -37,7 +37,7 @@ _all: WeakSet[Turns] = WeakSet()
 
 
 @dataclass(eq=False)
-class Turn:
+class CallTurn:
     """One call. `tokens`: those that it may use at most."""
 
     tokens: int
@@ -70,7 +70,7 @@ class Turns:
         self.limit = limit
         self._caller = Caller(store, limit, flow, lease_ms)
         self._state = CallerState()
-        self._waiting: deque[Turn] = deque()
+        self._waiting: deque[CallTurn] = deque()
         self._changed = asyncio.Event()
         self._asks: asyncio.Task[None] | None = None
         self._bell: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class Turns:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[Turn]:
+    async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[CallTurn]:
         """Wait for the turn of a call that uses at most `tokens`; `request`: see `LimitedWork`.
 
         Raises RolloutMQError for a call with more tokens than the quota of a minute.
@@ -97,7 +97,7 @@ class Turns:
                 f"a call of {tokens} tokens cannot be made under the limit {self.limit}",
                 hint="shorten what is asked, or raise tokens_per_minute",
             )
-        turn = Turn(tokens)
+        turn = CallTurn(tokens)
         self._waiting.append(turn)
         self._ask_soon()
         with LimitedWork(is_waiting=True, request=request) as call:
@@ -108,7 +108,7 @@ class Turns:
             finally:
                 self._end(turn)
 
-    def _end(self, turn: Turn) -> None:
+    def _end(self, turn: CallTurn) -> None:
         state = self._state
         if turn in self._waiting:
             self._waiting.remove(turn)

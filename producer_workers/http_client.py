@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`.
 
     `retry_after_s`: for how long a server that refuses asks to wait; None: it does not say.
@@ -75,7 +75,7 @@ async def ask(
     *,
     limit_s: float | None,
     most: int = LONGEST_ANSWER,
-) -> Answer:
+) -> HttpAnswer:
     """Return the answer to a request, whatever its status, with at most `most` bytes of its body.
 
     `data` is JSON. Raises ServiceAway if the server cannot be reached, and NoAnswer after `limit_s`
@@ -102,7 +102,7 @@ async def ask(
         raise NoAnswer(f"{type(error).__name__}: {error}") from error
     location = answer.headers.get("Location", "")
     pause_s = retry_after_s(answer.headers)
-    return Answer(answer.status, bytes(body[:most]), len(body) <= most, location, pause_s)
+    return HttpAnswer(answer.status, bytes(body[:most]), len(body) <= most, location, pause_s)
 
 
 LONGEST_REFUSAL_S = 3600.0
@@ -173,7 +173,7 @@ class Service:
         except WireError as error:
             raise JudgeError(error.message) from error
 
-    async def _ask_once(self, body: bytes, tokens: int) -> Answer:
+    async def _ask_once(self, body: bytes, tokens: int) -> HttpAnswer:
         import aiohttp
 
         limited = self.turns.turn(tokens) if self.turns else nullcontext()

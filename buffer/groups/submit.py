@@ -54,7 +54,7 @@ of its job), or `ScriptError` (a number is out of bounds).
 
 
 @dataclass(slots=True)
-class Unit:
+class PreparedResult:
     """One result on its way: what stores its bytes, and its arguments of `submit.lua` by name.
 
     Its outcome is known at last, or from the beginning if it cannot be submitted.
@@ -96,13 +96,13 @@ class Submission:
                         unit.outcome = error
         return [cast(SubmitOutcome, unit.outcome) for unit in units]
 
-    def prepare(self, results: Sequence[Result]) -> list[Unit]:
+    def prepare(self, results: Sequence[Result]) -> list[PreparedResult]:
         """Check and encode results; the outcome of a wrong one is its error.
 
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
         """
-        units = [Unit(result) for result in results]
+        units = [PreparedResult(result) for result in results]
         encoded = group_bytes.pieces_each([result.group for result in results])
         for unit, data in zip(units, encoded, strict=True):
             job, group = unit.result.job, unit.result.group
@@ -157,7 +157,7 @@ class Submission:
         slots = keys.slots(task=task, worker=worker)
         return ScriptCall("submit", slots, arguments, chunks, units)
 
-    def _send(self, worker: str, units: Sequence[Unit]) -> None:
+    def _send(self, worker: str, units: Sequence[PreparedResult]) -> None:
         """Store and submit units in one round trip, with a call for each task and 8 MiB."""
         commands: list[Command | ScriptCall] = []
         in_order = []

@@ -25,7 +25,7 @@ def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:
 
 
 class Forgotten(NamedTuple):
-    """One slice of `Archive.forget`."""
+    """One slice of `ArchivedBatches.forget`."""
 
     newest: int  # newest step of which nothing is left
     freed: int  # batches freed by this slice
@@ -37,7 +37,7 @@ class Forgotten(NamedTuple):
         return cls(newest, freed, left)
 
 
-class Archive:
+class ArchivedBatches:
     def __init__(self, context: RunContext, name: str) -> None:
         self._store, self._keys, self._limits, _ = context
         self._name = name

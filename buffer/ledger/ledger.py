@@ -15,7 +15,7 @@ import orjson
 
 from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.ids import split_group_id
-from buffer.ledger.archive import Archive, Forgotten, parse_manifest
+from buffer.ledger.archive import ArchivedBatches, Forgotten, parse_manifest
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT, read_counts
@@ -50,7 +50,7 @@ class BatchLedger:
         self._store, self._keys, self._limits, _ = context
         self._observers = context.observers if name == "train" else ()
         self.name = name
-        self.archive = Archive(context, name)
+        self.archive = ArchivedBatches(context, name)
 
     # -- take ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import orjson
 
 from buffer.groups.record_walk import Entered, Record, RecordWalk
 from buffer.ids import ENDS, GID, LANES, group_id
-from buffer.ledger.archive import Archive
+from buffer.ledger.archive import ArchivedBatches
 from buffer.ledger.key_check import KeyCheck, NameSet
 from buffer.ledger.stages import GroupRow, StageReader, stage_faults
 from buffer.redis.bounds import KEYS_PER_TRIP
@@ -70,7 +70,7 @@ class RecordCheck:
                 yield Damage(f"{text} {self._last_arrival}", key)
             self._last_arrival = 0
         for name in ("train", "eval"):
-            yield from self._of_archive(Archive(self._context, name))
+            yield from self._of_archive(ArchivedBatches(self._context, name))
 
     def _unsure(self, task: str, entered: Entered) -> Iterator[int]:
         """Yield all draws but those with one end, no record, and no dead letter."""
@@ -253,12 +253,12 @@ class RecordCheck:
         record = self._records([gid])[0]
         if record and token in ("init", record.get("payload")):
             return True
-        archives = (Archive(self._context, n) for n in ("train", "eval"))
+        archives = (ArchivedBatches(self._context, n) for n in ("train", "eval"))
         if any(entry.gid == gid for archive in archives for entry in archive.entries()):
             return True
         return any(entry[:2] == [gid, token] for entry in self._garbage())
 
-    def _of_archive(self, archive: Archive) -> Iterator[Damage]:
+    def _of_archive(self, archive: ArchivedBatches) -> Iterator[Damage]:
         """Yield the payloads of archived batches whose bytes are missing."""
         first = archive.steps().start
         refs = (entry.payload for entry in archive.entries())

@@ -28,7 +28,7 @@ THREADS = min(8, os.cpu_count() or 1)
 ALGORITHM = "xxh3"
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file: its size, and its checksum in hex. The parts of a file have no gaps."""
 
     bytes: int
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 class FileChecksums(NamedTuple):
     bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     def to_json(self) -> dict[str, Any]:
         parts = [list(part) for part in self.parts]
@@ -47,7 +47,7 @@ class FileChecksums(NamedTuple):
     def parse(cls, facts: Mapping[str, Any]) -> FileChecksums:
         """Return the facts in a decoded JSON object. Raises WireError."""
         try:
-            parts = tuple(Part(int(size), str(checksum)) for size, checksum in facts["parts"])
+            parts = tuple(FilePart(int(size), str(checksum)) for size, checksum in facts["parts"])
             found = cls(int(facts["bytes"]), parts)
             algorithm = facts["algorithm"]
         except (KeyError, TypeError, ValueError) as error:
@@ -101,7 +101,7 @@ def _hash_file(file: Path, sizes: Sequence[int]) -> FileChecksums:
     return FileChecksums(sum(sizes), parts)
 
 
-def _hash_part(descriptor: int, start: int, size: int) -> Part:
+def _hash_part(descriptor: int, start: int, size: int) -> FilePart:
     found = xxhash.xxh3_128()
     block = memoryview(bytearray(min(size, BLOCK_BYTES)))
     end = start + size
@@ -111,7 +111,7 @@ def _hash_part(descriptor: int, start: int, size: int) -> Part:
             raise WireError(f"a file of weights became shorter while it was read, at byte {start}")
         found.update(block[:count])
         start += count
-    return Part(size, found.hexdigest())
+    return FilePart(size, found.hexdigest())
 
 
 ALIGNMENT = 8  # the header is padded to a multiple of it, as safetensors does
@@ -156,10 +156,10 @@ def write_at(descriptor: int, start: int, data: memoryview) -> None:
         data = data[written:]
 
 
-def _write_part(descriptor: int, start: int, data: memoryview) -> Part:
+def _write_part(descriptor: int, start: int, data: memoryview) -> FilePart:
     found = xxhash.xxh3_128()
     for offset in range(0, data.nbytes, BLOCK_BYTES):
         block = data[offset : offset + BLOCK_BYTES]
         found.update(block)
         write_at(descriptor, start + offset, block)
-    return Part(data.nbytes, found.hexdigest())
+    return FilePart(data.nbytes, found.hexdigest())

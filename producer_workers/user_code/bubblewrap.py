@@ -100,7 +100,7 @@ def check_bubblewrap() -> None:
         raise SandboxUnavailable(what, hint=hint)
 
 
-class Machine(NamedTuple):
+class Processor(NamedTuple):
     """A processor's audit number, calls to refuse, and `clone`."""
 
     audit: int
@@ -124,8 +124,8 @@ _NEWER = (425, 428, 429, 430, 431, 432, 433, 442, 447)
 
 # By `platform.machine()`.
 MACHINES = {
-    "x86_64": Machine(0xC000003E, _X86_64 + _NEWER, clone=56),
-    "aarch64": Machine(0xC00000B7, _AARCH64 + _NEWER, clone=220),
+    "x86_64": Processor(0xC000003E, _X86_64 + _NEWER, clone=56),
+    "aarch64": Processor(0xC00000B7, _AARCH64 + _NEWER, clone=220),
 }
 
 _CLONE3 = 435

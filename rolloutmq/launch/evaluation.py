@@ -37,7 +37,7 @@ _LOOP = f"{__name__}:evaluate"
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedModel:
     """A model's metrics by task; `step` is that of its checkpoint, 0 for a model folder."""
 
     model: str
@@ -47,7 +47,7 @@ class Evaluated:
 
 def evaluate_model(
     config: Config, path: Path, overrides: list[str], what: str, screen: Console
-) -> Evaluated:
+) -> EvaluatedModel:
     """Evaluate the checkpoint or model folder `what` ("": the newest checkpoint).
 
     `path` and `overrides` gave `config`. Raises ConfigError and ModelError.
@@ -83,7 +83,7 @@ def evaluate_model(
         launcher.run()
     found = {task: metrics for (task, _), metrics in read_evaluations(folder).items()}
     shutil.rmtree(folder)
-    return Evaluated(f"{run_folder}, step {step}" if step else what, step, found)
+    return EvaluatedModel(f"{run_folder}, step {step}" if step else what, step, found)
 
 
 def _make(folder: Path) -> None:

@@ -112,7 +112,7 @@ class MicroBatch:
         return {name: slice(a, b) for name, a, b in zip(names, [0, *ends], ends, strict=False)}
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """Samples and their first slots (ascending), int64[S], and the numbers of rows and columns."""
 
     chosen: Ints
@@ -122,7 +122,7 @@ class Layout(NamedTuple):
 
 
 _NONE = np.empty(0, np.int64)
-EMPTY = Layout(_NONE, _NONE, 1, 1)  # one unused slot: N = S = 0
+EMPTY = BatchLayout(_NONE, _NONE, 1, 1)  # one unused slot: N = S = 0
 
 
 class MicroBatches:
@@ -134,7 +134,7 @@ class MicroBatches:
     def __init__(
         self,
         table: BatchTable,
-        layouts: list[Layout],
+        layouts: list[BatchLayout],
         device: torch.device,
         readers: Sequence[ColumnReader],
     ) -> None:
@@ -192,7 +192,7 @@ class MicroBatches:
             for part in table.parts(columns, layout.chosen[is_wanted]):
                 part[:], rest = rest[: len(part)], rest[len(part) :]
 
-    def _build(self, layout: Layout) -> MicroBatch:
+    def _build(self, layout: BatchLayout) -> MicroBatch:
         chosen = layout.chosen
         parts = {name: self._table.parts(column, chosen) for name, column in self._columns.items()}
         responses = self._table.parts(self._responses, chosen)
@@ -222,7 +222,7 @@ class MicroBatches:
             tasks=[self._table.groups[n].task for n in self._table.group[chosen].tolist()],
         )
 
-    def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
+    def _ids(self, layout: BatchLayout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
         """Return int[R, W]."""
         chosen, slots, rows, width = layout
         ids = np.zeros(rows * width, self._integer)
@@ -234,7 +234,7 @@ class MicroBatches:
             ids[start : start + len(response)] = response
         return ids.reshape(rows, width)
 
-    def _positions(self, layout: Layout) -> NDArray[Any]:
+    def _positions(self, layout: BatchLayout) -> NDArray[Any]:
         """Return the position of every slot in its sample, int[R, W].
 
         Positions continue to the next sample: transformers takes a restart for a new sample.
@@ -244,7 +244,7 @@ class MicroBatches:
         owned = np.append(starts[1:], rows * width) - starts
         return self._counted(np.zeros(len(owned), np.int64), owned).reshape(rows, width)
 
-    def _logit_index(self, layout: Layout) -> NDArray[Any]:
+    def _logit_index(self, layout: BatchLayout) -> NDArray[Any]:
         """Return the slot whose logits predict each token: that of its predecessor, int[N]."""
         lengths = self._table.lengths[layout.chosen]
         prompts = self._table.prompt_lengths[layout.chosen]
@@ -309,7 +309,7 @@ class Packer:
         layouts = self._layouts(table.totals, np.flatnonzero(packable))
         return MicroBatches(table, layouts, self._device, self._readers)
 
-    def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
+    def _layouts(self, totals: Ints, chosen: Ints) -> list[BatchLayout]:
         """Return the layouts of the micro-batches: the longest sample that fits is next."""
         # stable, so that the same batch gives the same micro-batches on every machine
         order = chosen[np.argsort(-totals[chosen], kind="stable")][::-1]
@@ -330,7 +330,7 @@ class Packer:
             shapes.append((first, len(packed), rows, width))
         every, starts = np.array(packed, np.int64), np.array(slots, np.int64)
         return [
-            Layout(every[first:end], starts[first:end], rows, width)
+            BatchLayout(every[first:end], starts[first:end], rows, width)
             for first, end, rows, width in shapes
         ]
 

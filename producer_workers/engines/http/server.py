@@ -21,7 +21,7 @@ from producer_workers.http_client import (
     LONGEST_ANSWER,
     LONGEST_REASON,
     TOO_MANY,
-    Answer,
+    HttpAnswer,
     ask,
     retry_after_s,
 )
@@ -179,7 +179,7 @@ class CompletionServer:
             ) as response:
                 if response.status != 200:
                     said = await response.content.read(LONGEST_REASON)
-                    refused = Answer(
+                    refused = HttpAnswer(
                         response.status, said, True, response.headers.get("Location", "")
                     )
                     kind = TooManyRequests if response.status == TOO_MANY else GenerationError

@@ -72,7 +72,7 @@ class _Request:
     parent: Segment | None = None  # that it continues
 
 
-class Reading(NamedTuple):
+class RequestContext(NamedTuple):
     """What the model reads for a request; `why` it begins a context ("": it does not)."""
 
     parent: Segment | None
@@ -245,7 +245,7 @@ class Session:
         self.truncation = _LONG.format(context, tokens) if is_full else ""
         return is_full
 
-    async def _generate(self, request: _Request, reading: Reading, ask: Ask) -> Generation:
+    async def _generate(self, request: _Request, reading: RequestContext, ask: Ask) -> Generation:
         context = reading.context
         self._check_room(reading.parent)
         if self._fills_context(len(context.ids)):
@@ -267,7 +267,7 @@ class Session:
     def _keep(
         self,
         request: _Request,
-        reading: Reading,
+        reading: RequestContext,
         made: Generation,
         message: dict[str, Any],
         text: str,
@@ -291,7 +291,7 @@ class Session:
         if self._writer:
             self._writer.sampled(self._role, parent if is_first else None, grown, why)
 
-    def _claim(self, request: _Request, ask: Ask) -> Reading:
+    def _claim(self, request: _Request, ask: Ask) -> RequestContext:
         """Return what the model reads; other requests prefer an equal parent that is free."""
         try:
             reading = self._raw_context(ask.prompt) if ask.prompt else self._context(ask)
@@ -301,7 +301,7 @@ class Session:
         request.parent = reading.parent
         return reading
 
-    def _context(self, ask: Ask) -> Reading:
+    def _context(self, ask: Ask) -> RequestContext:
         """Return what the model reads; without a parent, it begins a segment."""
         messages, tools = self._messages(ask), ask.tools
         given = Conversation.join(self._said.each(messages))
@@ -318,7 +318,7 @@ class Session:
                 context = parent.then(new)
                 # equal turns, but the objects of this request, which the next one has again
                 said = replace(context.said, turns=given.turns)
-                return Reading(parent, replace(context, said=said))
+                return RequestContext(parent, replace(context, said=said))
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.
@@ -332,7 +332,7 @@ class Session:
             raise ConfigError(
                 f"the chat template does not accept these messages: {error}"
             ) from error
-        return Reading(None, Segment.begin(messages, given, tools, prompt), why)
+        return RequestContext(None, Segment.begin(messages, given, tools, prompt), why)
 
     def _tokens_behind(self, parent: Segment, messages: Messages) -> NDArray[np.int32]:
         """Return the tokens of `messages` behind a segment. Raises ConfigError."""
@@ -342,7 +342,7 @@ class Session:
         new = [_for_template(message) for message in messages]
         return self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
 
-    def _raw_context(self, prompt: str | list[int]) -> Reading:
+    def _raw_context(self, prompt: str | list[int]) -> RequestContext:
         """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
         if isinstance(prompt, str):
             self._check_bytes(prompt)
@@ -374,7 +374,7 @@ class Session:
             text = str(self._tokenizer.decode(new, skip_special_tokens=False))
         messages = [{"role": _RAW, "content": text}]
         context = known.then(Segment.begin(messages, Conversation.of(messages), _RAW, new))
-        return Reading(parent, replace(context, tools=_RAW))
+        return RequestContext(parent, replace(context, tools=_RAW))
 
     def pieces(self, made: Generation) -> list[str]:
         """Return the text of each token."""

@@ -52,7 +52,7 @@ LOST = ("multimodal_inputs", "multimodal_train_inputs", "rollout_indexer_topk")
 
 
 @dataclass(frozen=True)
-class Versions:
+class MilesVersions:
     """What miles' weight versions are in the run: it counts from 1 again in each process."""
 
     first_step: int
@@ -80,7 +80,7 @@ def members(group: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def taken_apart(
-    group: Sequence[Any], reward_key: str | None, versions: Versions
+    group: Sequence[Any], reward_key: str | None, versions: MilesVersions
 ) -> list[RolloutState]:
     """Return the rollouts of a group. Raises WireError for a field that has no column."""
     samples = [*members(group)]
@@ -97,7 +97,7 @@ def taken_apart(
     return states
 
 
-def _rollout(sample: Any, prompt: int, versions: Versions) -> RolloutState:
+def _rollout(sample: Any, prompt: int, versions: MilesVersions) -> RolloutState:
     """Return a sample whose first `prompt` tokens are those of its group's prompt.
 
     Further tokens of its prompt are response tokens that are not trained.
@@ -141,7 +141,7 @@ def _rollout(sample: Any, prompt: int, versions: Versions) -> RolloutState:
     )
 
 
-def put_together(group: RolloutGroup, versions: Versions) -> Any:
+def put_together(group: RolloutGroup, versions: MilesVersions) -> Any:
     """Return a group with its prompts, as miles' own objects."""
     trajectories: dict[str, list[Any]] = {}
     for state in group.states:
@@ -156,7 +156,7 @@ def put_together(group: RolloutGroup, versions: Versions) -> Any:
     return DataBufferInput(prompt_group=prompts, group=items)
 
 
-def _sample(state: RolloutState, versions: Versions) -> Any:
+def _sample(state: RolloutState, versions: MilesVersions) -> Any:
     fields = dict(state.extra)
     first_step = fields.pop("first_step")
     assert state.prompt_ids is not None
@@ -288,7 +288,7 @@ class RunDataBuffer(DataBuffer):  # type: ignore[misc]
         self._consumer.blocking.producer_timeout_s = None  # miles itself generates
         self._consumer.blocking.open(self._step, take_over=True)
         lineage = self._consumer.blocking.lineage
-        self._versions = Versions(self._step, args.update_weights_interval, lineage)
+        self._versions = MilesVersions(self._step, args.update_weights_interval, lineage)
         return run
 
     async def _take(self) -> None:

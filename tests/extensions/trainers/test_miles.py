@@ -27,7 +27,12 @@ from buffer.redis.store import Store
 from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-from rolloutmq.extensions.trainers.miles import RunDataBuffer, Versions, put_together, taken_apart
+from rolloutmq.extensions.trainers.miles import (
+    MilesVersions,
+    RunDataBuffer,
+    put_together,
+    taken_apart,
+)
 from tests.extensions.trainers.miles_process import TRACKER, Prompts, arguments, finish
 from tests.servers import Server
 from tests.waits import until
@@ -53,7 +58,7 @@ def full_sample(index: int) -> Any:
     return sample
 
 
-def through_a_run(group: list[Any], versions: Versions, now: Versions) -> Any:
+def through_a_run(group: list[Any], versions: MilesVersions, now: MilesVersions) -> Any:
     states = taken_apart(group, "score", versions)
     sent = group_bytes.encode(RolloutGroup("miles-0000000001", "miles", states))
     return put_together(group_bytes.decode(sent), now).group
@@ -67,7 +72,7 @@ def plain(sample: Any) -> dict[str, Any]:
 
 def test_a_sample_comes_back_as_it_was(server: Server) -> None:
     del server
-    versions = Versions(10, 2, "a")
+    versions = MilesVersions(10, 2, "a")
     several = [[full_sample(0), full_sample(1)], full_sample(2)]
     several[0][1].tokens = [7, 9, *several[0][1].tokens[1:]]  # a prompt of its own
     several[0][1].rollout_routed_experts = None
@@ -79,7 +84,7 @@ def test_a_sample_comes_back_as_it_was(server: Server) -> None:
     assert [state.oldest_version() for state in states] == [18, 18, 18]
     assert [state.reward for state in states] == [{"score": 0.25}] * 3
     # a later process began 2 updates later
-    (later,) = through_a_run([full_sample(0)], versions, Versions(14, 2, "b"))
+    (later,) = through_a_run([full_sample(0)], versions, MilesVersions(14, 2, "b"))
     assert later.weight_versions == ["3", "5"]
     image = full_sample(0)
     image.multimodal_inputs = {"images": [object()]}
