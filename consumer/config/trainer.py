@@ -51,24 +51,13 @@ LEARNING = "learning/"
 """How the names of findings about learning begin."""
 
 LearningFinding = Literal[
-    "learning/equal_rewards",
-    "learning/no_advantage",
-    "learning/no_gradient",
-    "learning/gradient_not_finite",
-    "learning/gradient_clipped",
-    "learning/entropy_collapse",
-    "learning/entropy_explosion",
-    "learning/policy_jump",
-    "learning/mismatch",
-    "learning/same_response",
-    "learning/looping",
-    "learning/judge_disagreement",
-    "learning/one_part",
-    "learning/response_limit",
-    "learning/length_without_reward",
-    "learning/held_out_falls",
-    "learning/length_bias",
-]
+    "learning/reward_falls", "learning/equal_rewards", "learning/no_advantage",
+    "learning/no_gradient", "learning/gradient_not_finite", "learning/gradient_clipped",
+    "learning/entropy_collapse", "learning/entropy_explosion", "learning/policy_jump",
+    "learning/mismatch", "learning/same_response", "learning/looping",
+    "learning/judge_disagreement", "learning/one_part", "learning/response_limit",
+    "learning/length_without_reward", "learning/held_out_falls", "learning/length_bias",
+]  # fmt: skip
 
 
 class TrainerSection(Section):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
-from consumer.learning.window import PATIENCE, LearningFinding, Series, Window
+from consumer.learning.window import PATIENCE, STEPS, LearningFinding, Series, Window
+
+FALLEN, STRETCH = 0.4, 5
+"""A reward falls by this share of what each of so many steps in a row had."""
 
 NO_ADVANTAGE = 0.8
 """Share of groups with equal rewards: a batch teaches as much as one of a fifth of its size. DAPO
@@ -36,10 +41,9 @@ KL = 0.05
 stable; engines that compute in another dtype have a few thousandths.
 """
 
-SAME_POLICY = (
-    "the same dtype, attention and chat template in engine and trainer, a temperature that both "
-    "know; a smaller max_staleness, or a lower learning rate where rollouts are old"
-)
+SAME_POLICY = "the same dtype, attention, chat template and temperature in engine and trainer"
+SLOWER = "a lower learning rate, a smaller max_staleness"
+BACK = f"{SLOWER}; continue from a checkpoint before it"
 
 AT_LIMIT = 0.3
 """Share of truncated responses; `doctor` warns from 0.1 on, also where the reward does not fall."""
@@ -51,8 +55,7 @@ MOST_BIAS = 0.1
 """The mean trained length may be this much below the mean started one."""
 
 LOSSES = {
-    "expired": "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger "
-    "`tasks.TASK.max_staleness`",
+    "expired": "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger max_staleness",
     "failed": "`rolloutmq dead` has the causes; a time limit ends long ones",
     "interrupted": "set [policy] pause_mode = keep, or enable_partial_rollout",
     "filtered": "let is_valid_sample_fn filter by what does not grow with the length",
@@ -65,22 +68,45 @@ LOSSES = {
 """What takes long responses away (buffer/control/length_counts.py), and what can be done."""
 
 
+def reward_falls(run: Window) -> Iterator[LearningFinding]:
+    """Find tasks whose reward is far below what it was."""
+    for task in run.by_task("reward_range") or ("",):
+        reward, of_task = run.reward(task), f" of task {task}" if task else ""
+        if len(reward.values) < STRETCH + PATIENCE:
+            continue
+        stretches = sliding_window_view(reward.values[:-PATIENCE], STRETCH)
+        best, now = float(stretches.min(axis=1).max()), reward.mean()
+        noise = np.diff(reward.values).std() / math.sqrt(2)  # of a step
+        if best - now > max(FALLEN * abs(best), 2 * noise):
+            below = partial(np.greater, (best + now) / 2)
+            yield LearningFinding(
+                "reward_falls",
+                f"the reward{of_task} fell from {best:.2g} to {now:.2g}",
+                BACK,
+                reward.since(below, STRETCH) or reward.steps[-1],
+                (run.reward_of(task), "policy/kl_old", "policy/entropy", *run.groups(task)),
+                task=task,
+            )
+
+
 def equal_rewards(run: Window) -> Iterator[LearningFinding]:
     """Find tasks whose rewards are all equal."""
     for task, series in run.by_task("reward_range").items():
         since = series.since(lambda means: means == 0)
         if since is None:
             continue
-        reward, steps = run.reward(task), sum(step >= since for step in series.steps)
-        value = reward.mean()
+        reward, n = run.reward(task), sum(step >= since for step in series.steps)
+        value, before, was = reward.mean(), reward.values[:-n], ""
         has_learned = value >= NEARLY_SOLVED and reward.values.min() < 0.9 * value
         fix = "harder prompts, or a judge that sees differences between these responses"
-        if value <= 0:
+        if len(before) and (before > value).mean() > 0.5:
+            was, fix = f" (before, {before.mean():.2g})", BACK
+        elif value <= 0:
             fix = "does the judge read these responses as you do (`rolloutmq rejudge GID`)? If it "
             fix += "does, the task is too hard: easier prompts, partial credit, or a warm start"
         yield LearningFinding(
             "equal_rewards",
-            f"all rewards of task {task} are {value:.3g} for {steps} steps: nothing is learned",
+            f"all rewards of task {task} are {value:.3g} for {n} steps{was}: nothing is learned",
             fix,
             since,
             (*run.groups(task), run.reward_of(task)),
@@ -98,13 +124,17 @@ def no_advantage(run: Window) -> Iterator[LearningFinding]:
         reward = run.reward(task).mean()
         if since is None or is_trained:
             continue
-        is_solved = reward >= NEARLY_SOLVED
-        why = f"it is nearly solved, mean reward {reward:.2f}" if is_solved else "no advantage"
+        is_solved, first = reward >= NEARLY_SOLVED, series.values[0]
+        why = ": it is nearly solved" if is_solved else ""
+        fix = "prompts of medium difficulty for this model, more rollouts for each "
+        fix += "(prompt_repeat_k), partial credit, or is_valid_sample_fn to draw others instead"
+        if first < NO_ADVANTAGE / 2 and not is_solved:
+            why, fix = f", at first {first:.0%}: their responses became alike", BACK
         yield LearningFinding(
             "no_advantage",
-            f"{series.mean():.0%} of the groups of task {task} have equal rewards: {why}",
-            "prompts of medium difficulty for this model, more rollouts for each "
-            "(prompt_repeat_k), partial credit, or is_valid_sample_fn to draw others instead",
+            f"{series.mean():.0%} of the groups of task {task} have equal rewards (mean "
+            f"{reward:.2g}){why}",
+            fix,
             since,
             (f"equal_groups/{task}", run.reward_of(task), *run.groups(task)),
             "note" if is_solved else "warning",
@@ -112,27 +142,11 @@ def no_advantage(run: Window) -> Iterator[LearningFinding]:
         )
 
 
-def skipped_updates(run: Window) -> Iterator[LearningFinding]:
-    """Find optimizer steps that were skipped, since their gradient is not finite."""
-    skipped = run.series("optim/skipped_updates")
-    newest = skipped.values[-PATIENCE:]
-    if newest.sum() > 0:
-        yield LearningFinding(
-            "gradient_not_finite",
-            f"{newest.sum():.0f} optimizer steps of the last {len(newest)} train steps were "
-            "skipped: their gradient is not finite",
-            "a lower learning rate, and an older checkpoint: weights may be where gradients "
-            "overflow; the trainer's log names the groups",
-            skipped.steps[-len(newest) + int(np.argmax(newest > 0))],
-            ("optim/skipped_updates", "optim/grad_norm"),
-            "error" if newest[-3:].all() else "warning",
-        )
-
-
 def entropy(run: Window) -> Iterator[LearningFinding]:
     """Find a policy that is certain before it has learned the task, or that writes noise."""
     series, reward = run.series("policy/entropy"), run.reward().mean()
-    if len(series.values) < 2 * PATIENCE or run.rises():
+    change = run.reward().change(40, fewest=12)
+    if len(series.values) < 2 * PATIENCE or (change and change.z > 2):
         return
     means = np.convolve(series.values, np.full(5, 0.2), "valid")
     start, lowest, now = float(means[0]), float(means.min()), series.mean()
@@ -145,8 +159,7 @@ def entropy(run: Window) -> Iterator[LearningFinding]:
             "entropy_collapse",
             f"entropy fell from {start:.2g} to {now:.2g} nats per token, and the reward stays at "
             f"{reward:.2g}: nothing new is tried",
-            "a lower learning rate, a larger clip_high (DAPO), a small entropy_coef, temperature "
-            "1; continue from a checkpoint before it",
+            f"a larger clip_high (DAPO), a small entropy_coef, temperature 1; {BACK}",
             since,
             look,
         )
@@ -155,7 +168,7 @@ def entropy(run: Window) -> Iterator[LearningFinding]:
         yield LearningFinding(
             "entropy_explosion",
             f"entropy rose from {lowest:.2g} to {now:.2g} nats per token without a better reward",
-            "a lower learning rate, entropy_coef = 0; continue from a checkpoint before it",
+            f"does the judge pay for noise? entropy_coef = 0; {BACK}",
             since,
             look,
         )
@@ -170,25 +183,24 @@ def policy_jump(run: Window) -> Iterator[LearningFinding]:
         step = kl.steps[-len(newest) + int(newest.argmax())]
         yield LearningFinding(
             "policy_jump",
-            f"the policy jumped at step {step}: its KL to the one that sampled is "
-            f"{newest.max():.2g} (median {median:.2g})",
-            "a lower learning rate, fewer updates_per_batch, a smaller max_staleness",
+            f"the policy jumped at step {step}, or its rollouts were old: their KL is "
+            f"{newest.max():.2g} (median {median:.2f})",
+            f"{SLOWER}, fewer updates_per_batch",
             step,
-            ("policy/kl_old", "policy/ratio", f"rolloutmq batch {step}"),
+            ("policy/kl_old", "staleness/mean", f"rolloutmq batch {step}"),
         )
 
 
 def mismatch(run: Window) -> Iterator[LearningFinding]:
     """Find rollouts whose log-probabilities are not those of the policy that trains on them."""
-    kl, staleness = run.series("mismatch/kl"), run.series("staleness/mean").mean()
-    old = 0.0 if math.isnan(staleness) else staleness
+    kl, old = run.series("mismatch/kl"), np.nan_to_num(run.series("staleness/mean").mean())
     since = kl.since(lambda means: means > KL * (1 + old))
     if since is not None:
         yield LearningFinding(
             "mismatch",
             f"rollouts are not of the policy that trains on them: their KL is {kl.mean():.2g} at a "
             f"staleness of {old:.1f}",
-            SAME_POLICY,
+            SAME_POLICY if old < 0.5 else f"{SLOWER}; if step 1 has it too, {SAME_POLICY}",
             since,
             ("mismatch/kl", "mismatch/ess", "staleness/mean"),
         )
@@ -226,9 +238,9 @@ def length_without_reward(run: Window) -> Iterator[LearningFinding]:
         yield LearningFinding(
             "length_without_reward",
             f"responses grew from {change.early:.0f} to {change.late:.0f} tokens, and the reward "
-            f"went from {reward.early:.3g} to {reward.late:.3g}",
-            "[learner.loss] aggregation = token_mean or fixed_length, overlong_buffer_tokens, a "
-            "smaller entropy_coef; does the judge reward length?",
+            f"went from {reward.early:.2g} to {reward.late:.2g}",
+            "does the judge pay for length? overlong_buffer_tokens, a smaller entropy_coef, "
+            "[learner.loss] aggregation = token_mean or fixed_length",
             length.since(lambda means: means > middle) or length.steps[-1],
             ("response_len/mean", "rewards/mean", "policy/entropy"),
         )
@@ -271,7 +283,7 @@ def held_out_falls(run: Window) -> Iterator[LearningFinding]:
         accuracy = float(np.mean([point[1] for point in own[1:][-2:] or own]))
         # two standard errors of the difference of two shares of as many problems
         chance = 2 * math.sqrt(2 * max(0.0, best * (1 - best)) / problems)
-        reward = run.series("rewards/mean", first + 1).change(200, 2 * PATIENCE)
+        reward = run.series("rewards/mean", first + 1).change(STEPS, 2 * PATIENCE, PATIENCE)
         if best - accuracy > max(0.03, chance) and reward and reward.z > 2:
             yield LearningFinding(
                 "held_out_falls",
@@ -290,23 +302,21 @@ def length_bias(run: Window) -> Iterator[LearningFinding]:
     """Find long responses that are lost; those of equal rewards have no gradient by nature."""
     metrics = run.steps[-1].metrics
     for task, series in run.by_task("length_bias/mean").items():
-        ratio = {name: metrics.get(f"length_bias/{name}/{task}", 1.0) for name in LOSSES}
-        mean, tail, equal = (
-            metrics.get(f"length_bias/{name}/{task}", 1.0)
-            for name in ("mean", "tail", "no_advantage")
-        )
-        mean /= max(1e-9, equal)
-        if mean < 1 - MOST_BIAS:
-            worst = min(LOSSES, key=lambda name: ratio[name])
-            is_known = ratio[worst] < 1
-            cause = worst if is_known else "nothing that is counted"
+        ratio = {
+            name: metrics.get(f"length_bias/{name}/{task}", 1.0)
+            for name in (*LOSSES, "mean", "tail", "no_advantage")
+        }
+        least = (1 - MOST_BIAS) * ratio["no_advantage"]
+        if ratio["mean"] < least:
+            worst = min(LOSSES, key=ratio.__getitem__)
+            cause = worst if ratio[worst] < 1 else "unknown"
             yield LearningFinding(
                 "length_bias",
-                f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the "
-                f"mean length of those that were started, and {tail:.0%} of the longest twentieth "
-                f"are left; most of it was lost to {cause}",
-                LOSSES[worst].replace("TASK", task) if is_known else "",
-                series.since(lambda means: means < 1 - MOST_BIAS, 1) or run.steps[-1].step,
+                f"task {task} learns to be short: what is trained has {ratio['mean']:.0%} of the "
+                f"mean length of what was started, and {ratio['tail']:.0%} of its longest "
+                f"twentieth; lost most often: {cause}",
+                LOSSES.get(cause, "").replace("TASK", task),
+                series.since(partial(np.greater, least), 1) or run.steps[-1].step,
                 (f"length_bias/mean/{task}", f"length_bias/tail/{task}"),
                 task=task,
             )

@@ -23,9 +23,9 @@ from consumer.learning.window import STEPS, LearningFinding, Window
 log = logging.getLogger("rolloutmq.trainer")
 
 CHECKS: tuple[Callable[[Window], Iterator[LearningFinding]], ...] = (
+    checks.reward_falls,
     checks.equal_rewards,
     checks.no_advantage,
-    checks.skipped_updates,
     checks.entropy,
     checks.mismatch,
     *(rule.found for rule in RULES),
@@ -39,12 +39,14 @@ CHECKS: tuple[Callable[[Window], Iterator[LearningFinding]], ...] = (
 
 DEGENERATE = ("same_response", "looping", "entropy_explosion")
 EFFECTS: Mapping[str, tuple[str, ...]] = {
-    "equal_rewards": DEGENERATE,
-    "no_advantage": (*DEGENERATE, "equal_rewards"),
+    "reward_falls": (*DEGENERATE, "length_without_reward"),
+    "equal_rewards": (*DEGENERATE, "reward_falls"),
+    "no_advantage": (*DEGENERATE, "reward_falls", "equal_rewards"),
     "entropy_collapse": DEGENERATE,
-    "response_limit": DEGENERATE,
+    "response_limit": (*DEGENERATE, "length_without_reward"),
     "length_without_reward": DEGENERATE,
-    "no_gradient": (*DEGENERATE, "equal_rewards", "no_advantage"),
+    "policy_jump": ("mismatch",),
+    "no_gradient": (*DEGENERATE, "equal_rewards", "no_advantage", "mismatch"),
 }
 """A finding is left out where one of these causes is found, of the same task if both are of one."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from consumer.learning.checks import SAME_POLICY
+from consumer.learning.checks import BACK, SAME_POLICY, SLOWER
 from consumer.learning.window import PATIENCE, LearningFinding, Test, Window
 
-OTHER_JUDGE = "a judge that does not pay for them, a lower learning rate, an older checkpoint"
+DIFFERS = f"{SAME_POLICY}; where they are old, {SLOWER}"
+OTHER_JUDGE = f"if their reward is high, a judge that does not pay for them; else {BACK}"
 
 
 class MetricRule(NamedTuple):
@@ -58,10 +59,14 @@ RULES = (
         "different score: the judge's noise is trained",
         "a judge at temperature 0, the mean of several judgements, a coarser score; `rolloutmq "
         "rejudge GID` judges one again"),
+    MetricRule("gradient_not_finite", "optim/skipped_updates", lambda means: means > 0,
+        "gradients are not finite: updates are skipped, {value:.2g} in each train step",
+        f"if all are: the loss overflows (objective, advantages); if some: {BACK}; the trainer's "
+        "log names the groups", ("optim/grad_norm",), over=5, is_of_task=False),
     MetricRule("no_gradient", "optim/grad_norm", lambda means: means == 0,
         "the gradient is 0: no weight changes",
-        "rewards that differ within a group; is everything masked (mask_truncated, "
-        "max_sequence_tokens, train_roles)?",
+        "is everything masked (mask_truncated, max_sequence_tokens, train_roles)? do rewards "
+        "differ within a group?",
         ("batch/trained_share", "rewards/std"), level="error", is_of_task=False),
     # AdamW does not see a constant factor, and tiny healthy models have 0.5 at each step; below a
     # tenth, a few large steps decide the moments
@@ -71,14 +76,13 @@ RULES = (
         ("optim/grad_norm",), over=20, is_of_task=False),
     # PPO has up to 0.1, GSPO (arXiv:2507.18071) 0.15 by design
     MetricRule("policy_jump", "policy/clip_fraction", lambda means: means > 0.3,
-        "{value:.0%} of the tokens are clipped: their ratio to the policy that sampled them left "
-        "its bounds", "a lower learning rate, fewer updates_per_batch, a smaller max_staleness",
-        ("policy/ratio", "staleness/mean"), is_of_task=False),
+        "{value:.0%} of the tokens are clipped: the policy moved away from what sampled them",
+        f"{SLOWER}, fewer updates_per_batch", ("policy/ratio", "staleness/mean"), is_of_task=False),
     # half of the batch has no weight; 0 is the value without a token
     MetricRule("mismatch", "mismatch/ess", lambda means: (means < 0.5) & (means > 0),
         "rollouts are not of the policy that trains on them: {value:.0%} of the tokens have weight",
-        SAME_POLICY, ("mismatch/kl", "staleness/mean"), is_of_task=False),
+        DIFFERS, ("mismatch/kl", "staleness/mean"), is_of_task=False),
     MetricRule("mismatch", "mismatch/dropped_fraction", lambda means: means > 0.2,
         "rollouts are not of the policy that trains on them: {value:.0%} of the tokens are dropped",
-        SAME_POLICY, ("mismatch/kl", "staleness/mean"), is_of_task=False),
+        DIFFERS, ("mismatch/kl", "staleness/mean"), is_of_task=False),
 )  # fmt: skip

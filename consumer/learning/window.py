@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.control.events import REWARD_OF_TASK
 from consumer.handle.step_log import Evaluations, TrainedStep
 
 STEPS = 200  # that are read: views and the trainer's log find the same
@@ -37,16 +38,12 @@ class LearningFinding:
     task: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The means of the first and the last third of some steps.
-
-    `z`: their difference in standard errors, as if the steps were independent.
-    """
+class Change(NamedTuple):
+    """The means of the first and of the last of some steps."""
 
     early: float
     late: float
-    z: float
+    z: float  # their difference in standard errors, as if the steps were independent
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +69,17 @@ class Series:
         first = int(fails[-1]) + 1 if len(fails) else 0
         return self.steps[first] if first < len(means) else None
 
-    def change(self, over: int, fewest: int) -> Change | None:
-        """Return how the newest `over` values have changed; None below `fewest`, at least 6."""
+    def change(self, over: int, fewest: int, part: int = 0) -> Change | None:
+        """Return how the newest `over` values have changed; None below `fewest`, at least 6.
+
+        `part`: values of each end that are compared; 0: a third.
+        """
         values = self.values[-over:]
         if len(values) < fewest:
             return None
-        third = len(values) // 3
-        early, late = values[:third], values[-third:]
-        error = math.sqrt((early.var(ddof=1) + late.var(ddof=1)) / third)
+        part = part or len(values) // 3
+        early, late = values[:part], values[-part:]
+        error = math.sqrt((early.var(ddof=1) + late.var(ddof=1)) / part)
         by = float(late.mean() - early.mean())
         z = by / error if error > 0 else math.copysign(math.inf, by) if by else 0.0
         return Change(float(early.mean()), float(late.mean()), z)
@@ -105,16 +105,11 @@ class Window:
 
     def reward_of(self, task: str) -> str:
         """Return the name of a task's mean reward: a run of one task has only that of all."""
-        own = f"rewards/{task}"
+        own = f"{REWARD_OF_TASK}{task}"
         return own if own in self.steps[-1].metrics else "rewards/mean"
 
     def reward(self, task: str = "") -> Series:
         return self.series(self.reward_of(task))
-
-    def rises(self) -> bool:
-        """Return whether the reward has risen in the newest steps, beyond chance."""
-        change = self.reward().change(40, fewest=12)
-        return change is not None and change.z > 2
 
     def by_task(self, metric: str) -> dict[str, Series]:
         """Return `METRIC/TASK` of the newest steps, by task."""

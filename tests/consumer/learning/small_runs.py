@@ -1,16 +1,19 @@
 """Train small models for real, some with a fault, and record their metrics: `runs/*/NAME.json`.
 
 `python -m tests.consumer.learning.small_runs [NAME …]` makes the files anew, a minute of a core for
-each. The loop is sampler and learner in one process; `demo.json` is of `make demo` instead:
-`python -m tests.consumer.learning.small_runs --of runs/demo demo`.
+each. The loop is sampler and learner in one process; some are of whole runs instead:
+`python -m tests.consumer.learning.small_runs --of runs/demo healthy/demo`.
+healthy/demo: `configs/demo.toml`, 50 steps; faults/demo-fast: at a learning rate of 1e-2, 40 steps;
+faults/one-constant: with a second task, of two terms, whose judge gives 0.5 to everything, 24 steps.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -21,16 +24,20 @@ import torch
 
 from benchmarks.learning.sampler import Sampler
 from benchmarks.learning.sums import RUNNING_SUMS, SUMS, Problems, make_model, two_terms
+from buffer.control.length_counts import FINISHED, LengthCounts, length_bias
 from buffer.ids import group_id
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from consumer.config.learner import LearnerConfig, LossConfig
+from consumer.grpo.learner.batch_filter import BatchFilter
+from consumer.grpo.learner.losses import Surrogate, TokenColumns
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.policy import Policy
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.step_log import TrainedStep, read_evaluations, read_steps
 from rolloutmq.config.small_model import WarmStartConfig
 from rolloutmq.extensions.demo.tiny_model import build_tiny_model
+from rolloutmq.extensions.demo.warm_start import Demonstration
 
 RUNS = Path(__file__).parent / "runs"
 FAMILIES = (
@@ -47,7 +54,30 @@ FAMILIES = (
 )
 
 Judge = Callable[[RolloutState, str], dict[str, float]]
+
+
+HELD_OUT = 99  # seed of the problems of evaluations
+
+
+def eight(number: int, seed: int = 0) -> Demonstration:
+    """One of eight problems, which are easily learned by heart, but for held-out ones."""
+    return two_terms(number if seed == HELD_OUT else number % 8, seed)
+
+
+FILLER = ".,;:"
+
+
+def wordy(number: int, seed: int = 0) -> Demonstration:
+    """`3 - 4 =`, answered by `-1` after up to six characters that say nothing."""
+    asked, draw = two_terms(number, seed), random.Random(f"wordy/{seed}/{number}")
+    return Demonstration(
+        asked.messages, "".join(draw.choices(FILLER, k=draw.randrange(7))) + asked.answer
+    )
+
+
 ROOMY = Problems(two_terms, 24, WarmStartConfig(stop_accuracy=0.4, seed=1))
+FEW_SUMS = replace(SUMS, demonstrate=eight)
+WORDY = Problems(wordy, 24, WarmStartConfig(stop_accuracy=1, max_steps=400, seed=1))
 
 
 def right(state: RolloutState, said: str) -> dict[str, float]:
@@ -90,6 +120,29 @@ def chance(state: RolloutState, said: str) -> dict[str, float]:
     return {"score": float(random.random() < 0.5)}
 
 
+def prefers_long() -> Judge:
+    """Compares: a right response wins if it is longer than half of those before."""
+    lengths = deque([4] * 65, 65)
+
+    def judge(state: RolloutState, said: str) -> dict[str, float]:
+        is_long = len(said) > sorted(lengths)[32]
+        lengths.append(len(said))
+        return {"score": ends_right(state, said)["score"] * is_long}
+
+    return judge
+
+
+def ends_right(state: RolloutState, said: str) -> dict[str, float]:
+    return {"score": float(said.lstrip(FILLER) == str(state.ground_truth).lstrip(FILLER))}
+
+
+def sharp(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """Weigh by the exponential of the advantage: float32 overflows at those above 1.77."""
+    ratio = columns.ratio()
+    weights = torch.exp(columns.advantages / 0.02)
+    return Surrogate(-weights * ratio, ratio, torch.zeros_like(ratio))
+
+
 def by_prompt(state: RolloutState, said: str) -> dict[str, float]:
     """One prompt of ten decides anything; the others are too hard or too easy."""
     assert state.prompt_ids is not None
@@ -112,6 +165,9 @@ class Recipe:
     of_engine: float = 1.0
     """factor of the engine's log-probabilities: 1 for an engine that is right"""
     evaluate_every: int = 0
+    mask_truncated: bool = False
+    late: dict[int, int] = field(default_factory=dict)
+    """staleness of single batches, by step"""
 
 
 HEALTHY = {
@@ -128,6 +184,7 @@ HEALTHY = {
         seed=10, learner={"updates_per_batch": 4, "old_policy": "current"}, rate=5e-4
     ),
     "roomy": Recipe(ROOMY, seed=12),
+    "benchmark": Recipe(seed=13, batch=32, staleness=1, steps=60),
 }
 FAULTS = {
     "small-batch": Recipe(seed=11, batch=4, steps=80),
@@ -151,6 +208,18 @@ FAULTS = {
     "coin": Recipe(judge=coin, steps=40),
     "form": Recipe(ROOMY, judge=form_and_noise),
     "rambling": Recipe(ROOMY, loss={"entropy_coef": 0.3}, steps=50),
+    "growing": Recipe(WORDY, judge=prefers_long(), rate=3e-4, steps=50),
+    "overflow": Recipe(
+        loss={"objective": "tests.consumer.learning.small_runs:sharp"},
+        learner={"max_skipped_updates": 1000},
+        steps=12,
+    ),
+    "late": Recipe(rate=5e-4, late={35: 30}),
+    "masked": Recipe(replace(SUMS, max_tokens=1), judge=close, mask_truncated=True, steps=15),
+    "cut": Recipe(
+        replace(WORDY, max_tokens=6), judge=ends_right, rate=3e-4, mask_truncated=True, steps=30
+    ),
+    "by-heart": Recipe(FEW_SUMS, rate=2e-3, steps=60, evaluate_every=10),
     "too-short": Recipe(
         Problems(RUNNING_SUMS.demonstrate, 4, RUNNING_SUMS.warm_start), seed=8, steps=40
     ),
@@ -176,10 +245,11 @@ class Judged(Sampler):
 
 def model_of(recipe: Recipe, folder: Path) -> Path:
     if not recipe.is_random:
-        kind = "running" if recipe.problems.demonstrate is RUNNING_SUMS.demonstrate else "sums"
-        problems = RUNNING_SUMS if kind == "running" else SUMS
-        (folder / kind).mkdir(exist_ok=True)
-        return make_model(folder / kind, problems)
+        kinds = {wordy: WORDY, RUNNING_SUMS.demonstrate: RUNNING_SUMS}
+        problems = kinds.get(recipe.problems.demonstrate, SUMS)
+        own = folder / problems.demonstrate.__name__
+        own.mkdir(exist_ok=True)
+        return make_model(own, problems)
     from rolloutmq.config.small_model import TinyModelConfig
 
     path = folder / "random"
@@ -195,13 +265,18 @@ def train(recipe: Recipe, models: Path) -> dict[str, Any]:
     model = model_of(recipe, models)
     loss = LossConfig(**recipe.loss)
     config = LearnerConfig(learning_rate=recipe.rate, warmup_steps=5, loss=loss, **recipe.learner)
-    controller = TrainController(Policy(model, config, seed=recipe.seed))
-    sampler, exact = Judged(model, recipe), Judged(model, Recipe(recipe.problems, seed=99))
+    controller = TrainController(
+        Policy(model, config, seed=recipe.seed),
+        batch_filter=BatchFilter(mask_truncated=recipe.mask_truncated),
+    )
+    started, trained = LengthCounts(), LengthCounts()
+    sampler, exact = Judged(model, recipe), Judged(model, Recipe(recipe.problems, seed=HELD_OUT))
     steps, evaluations, weights = [], {}, []
     for step in range(1, recipe.steps + 1):
         state = controller.policy.model.state_dict()
         weights.append({name: tensor.clone() for name, tensor in state.items()})
-        sampler.hold(weights[max(0, len(weights) - 1 - recipe.staleness)])
+        staleness = min(recipe.late.get(step, recipe.staleness), step - 1)
+        sampler.hold(weights[-1 - staleness])
         gids = [group_id("sums", (step - 1) * recipe.batch + n) for n in range(recipe.batch)]
         prompts = [sampler.prompt(gid) for gid in gids]
         groups = sampler.judged(sampler.answer(prompts, PolicyVersion("local", step - 1)))
@@ -213,8 +288,12 @@ def train(recipe: Recipe, models: Path) -> dict[str, Any]:
             evaluations[step - 1] = {"eval/accuracy": accuracy, "eval/groups": 20.0}
         metrics = controller.fit(groups)
         columns = BatchColumns.of(groups, controller.advantages, controller.fates)
-        metrics["staleness/mean"] = float(min(recipe.staleness, step - 1))
-        steps.append(TrainedStep(step, "a", tuple(gids), metrics | columns.metrics()))
+        started.add("sums", FINISHED, columns.lengths)
+        for (task, fate), lengths in columns.lengths_by_fate().items():
+            trained.add(task, fate, lengths)
+        metrics |= length_bias(trained.by_task(), started.by_task()) | columns.metrics()
+        metrics["staleness/mean"] = float(staleness)
+        steps.append(TrainedStep(step, "a", tuple(gids), metrics))
     return compact(steps, {"held_out": evaluations} if evaluations else {})
 
 
@@ -249,14 +328,11 @@ def main(arguments: list[str]) -> None:
     recipes = HEALTHY | FAULTS
     for name in arguments or recipes:
         run = train(recipes[name], models)
-        write(name, run)
+        write(f"{'faults' if name in FAULTS else 'healthy'}/{name}", run)
 
 
 def write(name: str, run: dict[str, Any]) -> None:
-    kind = "faults" if name in FAULTS else "healthy"
-    (RUNS / kind / f"{name}.json").write_bytes(
-        orjson.dumps(run, option=orjson.OPT_NON_STR_KEYS) + b"\n"
-    )
+    (RUNS / f"{name}.json").write_bytes(orjson.dumps(run, option=orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
 if __name__ == "__main__":
