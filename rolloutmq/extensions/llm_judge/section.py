@@ -55,6 +55,10 @@ class LlmSection(Section, AttachedJudge):
     """ask for an answer by JSON schema (`response_format`); false for APIs that refuse it: the
     prompt alone then demands JSON
     """
+    million_prompt_tokens: float = Field(0.0, ge=0, le=1e9)
+    """price of a million tokens that the model reads, in the currency of [cost]"""
+    million_completion_tokens: float = Field(0.0, ge=0, le=1e9)
+    """price of a million tokens that it writes"""
     options: dict[str, Any] = Field(default_factory=dict)
     """further fields of each request, for example reasoning_effort = "low"
     """
