@@ -147,15 +147,22 @@ class Service:
 
         Raises JudgeError after the last try.
         """
+        import aiohttp
+
         body, failed = orjson.dumps(question), 0
         while True:
+            limited = self.turns.turn(tokens) if self.turns else nullcontext()
             try:
-                answer = await self._ask_once(body, tokens)
-                if answer.status == TOO_MANY and self.turns:
-                    continue  # its turn comes when everybody may ask again
-                if answer.status in RETRIED:
-                    raise NoAnswer(f"status {answer.status}")
-                break
+                async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
+                    answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
+                    if turn and answer.status == TOO_MANY:  # asked again once everybody may ask
+                        turn.refused(answer.retry_after_s, f"{self.what} {answer.problem}")
+                        continue
+                    if turn and tokens and (used := _USAGE.search(answer.body)):
+                        turn.used(int(used[1]))
+                if answer.status not in RETRIED:
+                    break
+                raise NoAnswer(f"status {answer.status}")
             except NoAnswer as error:
                 failed += 1
                 if failed > self.retries:
@@ -172,15 +179,3 @@ class Service:
             return read_json(answer.body, f"the answer of {self.what}")
         except WireError as error:
             raise JudgeError(error.message) from error
-
-    async def _ask_once(self, body: bytes, tokens: int) -> HttpAnswer:
-        import aiohttp
-
-        limited = self.turns.turn(tokens) if self.turns else nullcontext()
-        async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
-            answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
-            if turn and answer.status == TOO_MANY:
-                turn.refused(answer.retry_after_s, f"{self.what} {answer.problem}")
-            elif turn and tokens and (used := _USAGE.search(answer.body)):
-                turn.used(int(used[1]))
-            return answer

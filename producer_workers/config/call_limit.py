@@ -11,7 +11,6 @@ from pydantic import Field
 
 from buffer.config.section import Count, Section
 from buffer.control.call_limit import CallLimit
-from producer_workers.config.sandbox import is_url
 
 if TYPE_CHECKING:
     from buffer.run.run import Run
@@ -60,7 +59,7 @@ class LimitSection(Section):
         from producer_workers.call_turns import Turns
 
         host = service.partition("://")[2].partition("/")[0].rpartition("@")[2]
-        name = self.name or (host if is_url(service) else f"{run.name}.{service}")
+        name = self.name or host or f"{run.name}.{service}"
         name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
         limit = CallLimit(
             name if len(name) <= 64 else blake2b(name.encode(), digest_size=16).hexdigest(),
