@@ -41,8 +41,8 @@ class CallTurn:
 
     tokens: int
     unused: int = 0
-    pause_s: float | None = None  # for which a service that refused it wants no further call
-    reason: str = ""
+    reason: str = ""  # of a service that refused it, and
+    pause_s: float = 0.0  # for how long that wants no further call
     begins: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -50,12 +50,12 @@ class CallTurn:
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens
 
-    def refused(self, pause_s: float | None, reason: str) -> None:
+    def refused(self, pause_s: float, reason: str) -> None:
         """Make everybody wait: the service refused the call because of a limit of its own.
 
         They wait for `pause_s`, at least a second, and twice as long after each refusal in a row.
         """
-        self.unused, self.pause_s, self.reason = self.tokens, pause_s or 0.0, reason
+        self.unused, self.pause_s, self.reason = self.tokens, pause_s, reason
 
     def begin(self, error: Exception | None = None) -> None:
         if not self.begins.done():
@@ -113,7 +113,7 @@ class Turns:
         else:
             state.ended += 1
             state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
-            if turn.pause_s is not None:
+            if turn.reason:
                 state.refused += 1
                 state.pause_ms = round(1000 * turn.pause_s)
                 self.refused_at = self.refused_at or time.monotonic()

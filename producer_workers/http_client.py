@@ -44,14 +44,14 @@ def is_loopback(host: str) -> bool:
 class HttpAnswer(NamedTuple):
     """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`.
 
-    `retry_after_s`: for how long a server that refuses asks to wait; None: it does not say.
+    `retry_after_s`: for how long a server that refuses asks to wait; 0: it does not say.
     """
 
     status: int
     body: bytes
     is_whole: bool
     location: str
-    retry_after_s: float | None = None
+    retry_after_s: float = 0.0
 
     @property
     def problem(self) -> str:
@@ -108,14 +108,14 @@ async def ask(
 LONGEST_REFUSAL_S = 3600.0
 
 
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); None: none."""
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); 0: none."""
     said = headers.get("Retry-After", "").strip()
     try:
         is_date = not said[:1].isdigit()
         left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
     except (TypeError, ValueError, OverflowError):
-        return None
+        return 0.0
     return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
 
 

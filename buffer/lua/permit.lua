@@ -7,8 +7,8 @@
 -- ARGV caller    token
 -- ARGV flow      text..160        its run and task: each flow has one turn, then the next flow
 -- ARGV lease_ms  1..86_400_000    silence after which what the caller holds is free again
--- ARGV requests  0..              calls a minute; 0 = no limit
--- ARGV tokens    0..              tokens a minute; 0 = no limit
+-- ARGV requests_per_minute 0..    0 = no limit
+-- ARGV tokens_per_minute   0..    0 = no limit
 -- ARGV at_once   0..              calls in progress; 0 = no limit
 -- ARGV known     0..              permits that the caller has received
 -- ARGV ended     0..              those of them whose calls have ended
@@ -72,8 +72,8 @@ if before.refused and refused > num(before.refused) then
   paused = math.max(paused, now + pause_ms, now + 500 / speed)
   redis.call('HSET', limit, 'speed', string.format('%.4f', speed), 'speed_ms', int(paused))
 end
-local per_request = 60000 / (lowest('requests', requests) * SHARE * speed)
-local quota, slots = lowest('tokens', tokens), lowest('at_once', at_once)
+local per_request = 60000 / (lowest('requests', requests_per_minute) * SHARE * speed)
+local quota, slots = lowest('tokens', tokens_per_minute), lowest('at_once', at_once)
 if slots < math.huge then slots = math.max(1, math.floor(slots * speed)) end
 local function per_tokens(spent) return spent * 60000 / (math.max(spent, math.min(quota * SHARE, quota - spent)) * speed) end
 if before.unused then next_token = next_token - per_tokens(1) * (tonumber(unused) - num(before.unused)) end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -51,8 +50,12 @@ class LimitSection(Section):
     """calls in progress; those of a worker that died are free again after its lease"""
 
     def problems(self) -> Iterator[str]:
-        if not (self.requests_per_minute or self.tokens_per_minute or self.at_once):
+        if not any(self._numbers):
             yield "set at least one of requests_per_minute, tokens_per_minute and at_once"
+
+    @property
+    def _numbers(self) -> tuple[int, int, int]:
+        return (self.requests_per_minute or 0, self.tokens_per_minute or 0, self.at_once or 0)
 
     def turns(self, run: Run, task: str, service: str) -> Turns:
         """Return the turns of a task's calls of a service: a URL, or another name."""
@@ -60,11 +63,5 @@ class LimitSection(Section):
 
         host = service.partition("://")[2].partition("/")[0].rpartition("@")[2]
         name = self.name or host or f"{run.name}.{service}"
-        name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
-        limit = CallLimit(
-            name if len(name) <= 64 else blake2b(name.encode(), digest_size=16).hexdigest(),
-            self.requests_per_minute or 0,
-            self.tokens_per_minute or 0,
-            self.at_once or 0,
-        )
+        limit = CallLimit(re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-64:], *self._numbers)
         return Turns(run.store, limit, f"{run.name} {task}", run.limits.lease_ms)
