@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from itertools import islice
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -36,30 +35,31 @@ BELL_S = 1.0  # longest wait of a thread for a wake-up, which delays the end of 
 _all: WeakSet[Turns] = WeakSet()
 
 
+@dataclass(eq=False)
 class CallTurn:
     """One call. `tokens`: those that it may use at most."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.unused = 0
-        self.refused_s: float | None = None
-        self.reason = ""
-        self.begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    tokens: int
+    unused: int = 0
+    reason: str = ""  # of a service that refused it, and
+    pause_s: float = 0.0  # for how long that wants no further call
+    begins: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens
 
-    def refused(self, pause_s: float | None, reason: str) -> None:
+    def refused(self, pause_s: float, reason: str) -> None:
         """Make everybody wait: the service refused the call because of a limit of its own.
 
         They wait for `pause_s`, at least a second, and twice as long after each refusal in a row.
         """
-        self.refused_s, self.reason = pause_s or 0.0, reason
-        self.unused = self.tokens
+        self.unused, self.pause_s, self.reason = self.tokens, pause_s, reason
 
-    def begin(self) -> None:
+    def begin(self, error: Exception | None = None) -> None:
         if not self.begins.done():
-            self.begins.set_result(None)
+            self.begins.set_exception(error) if error else self.begins.set_result(None)
 
 
 class Turns:
@@ -72,14 +72,17 @@ class Turns:
         self._waiting: deque[CallTurn] = deque()
         self._changed = asyncio.Event()
         self._asks: asyncio.Task[None] | None = None
-        self._bell: asyncio.Future[bool] | None = None
+        self._bell: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
-        self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
         self._refusal = LogOnce(log, f"calls wait: {limit}", ended=f"calls go on: {limit}")
-        # any thread may read these
-        self.waiting = 0  # calls
-        self.refused_at: float | None = None  # since when the service has refused all, monotonic
+        self.refused_at: float | None = None
+        """monotonic time since which the service has refused every call; any thread may read it"""
         _all.add(self)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of calls that wait. Any thread may call it."""
+        return len(self._waiting)
 
     @asynccontextmanager
     async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[CallTurn]:
@@ -94,37 +97,31 @@ class Turns:
             )
         turn = CallTurn(tokens)
         self._waiting.append(turn)
-        self.waiting += 1
         self._ask_soon()
         with LimitedWork(is_waiting=True, request=request) as call:
             try:
-                try:
-                    await turn.begins
-                finally:
-                    self.waiting -= 1
+                await turn.begins
                 call.begin()
                 yield turn
             finally:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-                    self._changed.set()
-                else:
-                    self._end(turn)
+                self._end(turn)
 
     def _end(self, turn: CallTurn) -> None:
-        self._state.ended += 1
-        self._state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
-        if turn.refused_s is not None:
-            self._state.refused += 1
-            self._state.pause_ms = round(1000 * turn.refused_s)
-            self.refused_at = self.refused_at or time.monotonic()
-            self._refusal.report("refused", turn.reason)
-        elif not turn.begins.cancelled():
-            self.refused_at = None
-            self._refusal.report("")
-        # an idle caller of a rate tells nobody that a call ended
-        if turn.refused_s is not None or self.limit.at_once or self.limit.tokens_per_minute:
-            self._ask_soon()
+        state = self._state
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        else:
+            state.ended += 1
+            state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
+            if turn.reason:
+                state.refused += 1
+                state.pause_ms = round(1000 * turn.pause_s)
+                self.refused_at = self.refused_at or time.monotonic()
+                self._refusal.report("refused", turn.reason)
+            elif not turn.begins.cancelled():
+                self.refused_at = None
+                self._refusal.report("")
+        self._ask_soon()
 
     def _ask_soon(self) -> None:
         self._changed.set()
@@ -132,53 +129,38 @@ class Turns:
             self._asks = asyncio.create_task(self._ask_all(), name=f"limit {self.limit.name}")
 
     async def _ask_all(self) -> None:
-        """Ask again and again, until nothing waits and nothing is held."""
-        try:
-            again_s = 1.0
-            while again_s or self._waiting or self._changed.is_set():
-                self._changed.clear()
-                again_s = await self._ask()
-                await self._pause(again_s)
-        except RolloutMQError as error:  # of a call that no repetition helps
-            for turn in self._waiting:
-                turn.begins.set_exception(error)
+        """Ask for permits, and let calls begin, until nothing waits and nothing is held."""
+        again_s = 0.0
+        while again_s or self._changed.is_set():
+            self._changed.clear()
+            state, wanted = replace(self._state), [turn.tokens for turn in self._waiting]
+            try:
+                again_s, delays_s = await self._in_thread(
+                    self._caller.ask, state, wanted[:MOST_WANTED]
+                )
+            except StoreUnavailable:  # the calls wait, as all that needs the server
+                again_s, delays_s = BELL_S, []
+            except RolloutMQError as error:  # no repetition helps
+                for turn in self._waiting:
+                    turn.begin(error)
+                return
+            for delay_s in delays_s:
+                self._state.known += 1
+                if self._waiting:
+                    asyncio.get_running_loop().call_later(delay_s, self._waiting.popleft().begin)
+                else:  # cancelled while the question was under way
+                    self._state.ended += 1
+                    self._changed.set()
+            if self._waiting and (self._bell is None or self._bell.done()):
+                self._bell = asyncio.create_task(self._listen())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), again_s)
 
-    async def _pause(self, seconds: float) -> None:
-        """Return after that time, or at once when calls have come or ended, or the bell rings."""
-        clock = asyncio.get_running_loop().time
-        until_s = clock() + seconds
-        changed = asyncio.ensure_future(self._changed.wait())
-        try:
-            while not changed.done() and (left_s := until_s - clock()) > 0:
-                if self._waiting and self._bell is None:
-                    self._bell = self._in_thread(self._caller.wait, min(left_s, BELL_S))
-                both: set[asyncio.Future[Any]] = {changed, *filter(None, [self._bell])}
-                await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if self._bell and self._bell.done():
-                    bell, self._bell = self._bell, None
-                    if bell.exception() is None and bell.result():
-                        return
-        finally:
-            changed.cancel()
-
-    async def _ask(self) -> float:
-        """Ask for permits, and let calls begin; return the time until the next question."""
-        state = self._state
-        wanted = [turn.tokens for turn in islice(self._waiting, MOST_WANTED)]
-        try:
-            again_s, delays_s = await self._in_thread(self._caller.ask, replace(state), wanted)
-        except StoreUnavailable as error:  # the calls wait, as all that needs the server
-            self._outage.report(error.hint)
-            return BELL_S
-        self._outage.report("")
-        for delay_s in delays_s:
-            state.known += 1
-            if not self._waiting:  # cancelled while the question was under way
-                state.ended += 1
+    async def _listen(self) -> None:
+        """While calls wait, ask again when the bell rings."""
+        while self._waiting:
+            if await self._in_thread(self._caller.wait, BELL_S):
                 self._changed.set()
-                continue
-            asyncio.get_running_loop().call_later(delay_s, self._waiting.popleft().begin)
-        return again_s
 
     def _in_thread(self, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

@@ -47,27 +47,20 @@ class ShadowConsumer:
             is_over = self._run.control.state().mode is Mode.FINISH
             taken = self._run.ledger.steps().taken
             while self._next <= taken:
-                batch = self._read(self._next)
-                if batch and not batch.manifest.is_complete:
+                manifest = self._run.ledger.manifest(self._next)
+                if manifest and not manifest.is_complete:
                     break  # groups that could not be read are being replaced
-                self._next += 1
-                if batch:
-                    yield batch
-                    taken = self._run.ledger.steps().taken
+                step, self._next = self._next, self._next + 1
+                try:
+                    groups = self._run.buffer.load(manifest) if manifest else None
+                except PayloadMissing:
+                    groups = None
+                if manifest is None or groups is None:
+                    self.missed.append(step)
+                    continue
+                yield ShadowBatch(step, groups, manifest)
+                taken = self._run.ledger.steps().taken
             if is_over and self._next > taken:
                 return
             if news := events.read(last, block_ms=1000):  # then the ledger is asked again
                 last = news[-1][0]
-
-    def _read(self, step: int) -> ShadowBatch | None:
-        """Return the batch of a step; None where it is missed."""
-        manifest = self._run.ledger.manifest(step)
-        try:
-            if manifest and manifest.is_complete:
-                return ShadowBatch(step, self._run.buffer.load(manifest), manifest)
-        except PayloadMissing:
-            manifest = None
-        if manifest is None:
-            self.missed.append(step)
-            return None
-        return ShadowBatch(step, [], manifest)

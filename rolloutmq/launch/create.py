@@ -13,6 +13,7 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError
 
+from buffer.control.roles import HeldRole
 from buffer.errors import ConfigError, LostRun, RoleHeld, RunExists, raise_together
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
@@ -24,7 +25,6 @@ from buffer.run.run import Run
 from buffer.run.settings import KeptSettings
 from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.checkpoint import CheckpointFolder
-from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.kept_config import keep_config
@@ -124,9 +124,10 @@ def create_again(
         time.sleep(0.2)
     if position:
         # a producer may open the run before its trainer, and would draw again what is trained
-        consumer = RolloutConsumer(run)
-        consumer.open(position=position, take_over=take_over, regenerate=True)
-        consumer.close()
+        role = HeldRole(run.control, "trainer")
+        lineage = role.nonce[:8]  # of no weights
+        run.trainers.open(role.nonce, lineage=lineage, position=position, regenerate=True)
+        role.close()
     return run
 
 

@@ -396,16 +396,16 @@ class TrainController:
             scale = min(1.0, self._config.max_grad_norm / max(norm, 1e-30))
             return {"optim/grad_norm": norm, "optim/clip_scale": scale, "optim/learning_rate": rate}
         self.skipped_in_a_row += 1
-        what = (
+        log.error(
             f"the gradient of optimizer step {policy.step} is not finite: no weight was changed. "
             f"Its groups: {', '.join(update.gids)}"
         )
-        log.error(what)
         if self.skipped_in_a_row >= self._config.max_skipped_updates:
             raise GradientNotFinite(
-                f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
-                hint="lower [learner] learning_rate, then restart from an older checkpoint: the "
-                "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped: their gradients "
+                f"are not finite. Groups of the last one: {', '.join(update.gids[:3])}",
+                hint="does the loss overflow (objective, advantages)? Else lower [learner] "
+                "learning_rate, and restart from an older checkpoint; or raise max_skipped_updates",
             )
         return None
 

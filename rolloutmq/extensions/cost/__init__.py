@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
 from buffer.config.attached import AttachedSection
@@ -23,17 +21,9 @@ class CostSection(AttachedSection):
     """price of an hour of one GPU of the trainer"""
     judge_gpu_hour: float = Field(0.0, ge=0, le=1e9)
     """price of an hour of one GPU for judges"""
-    judge_gpus: Count = Field(0, ge=0)
-    """GPUs for judges, in all; paid from the first train step on"""
+    judge_gpus: Count = 1
+    """GPUs for judges, in all, if `judge_gpu_hour` is set; paid from the first train step on"""
     million_sampled_tokens: float = Field(0.0, ge=0, le=1e9)
     """price of a million tokens that a hosted policy model samples"""
     million_prompt_tokens: float = Field(0.0, ge=0, le=1e9)
     """price of a million tokens that a hosted policy model reads"""
-    million_judge_prompt_tokens: float = Field(0.0, ge=0, le=1e9)
-    """price of a million tokens that judges by a language model read (judge = "llm")"""
-    million_judge_completion_tokens: float = Field(0.0, ge=0, le=1e9)
-    """price of a million tokens that these judges write"""
-
-    def warnings(self) -> Iterator[str]:
-        if self.judge_gpu_hour and not self.judge_gpus:
-            yield "[cost] judge_gpu_hour is not paid without judge_gpus"

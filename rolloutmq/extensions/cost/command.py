@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from rich.table import Table
 
 from buffer.control.events import currency_of
@@ -19,6 +17,7 @@ from rolloutmq.extensions.cost.meter import judge_use
 from rolloutmq.options import Output, Target, or_folder
 from rolloutmq.output import count, facts, table
 
+BESIDE = ("sampled", "prompt", "again", "judge_prompt", "judge_completion")
 SHARES = ("idle_workers", "idle_trainer", "never_trained")
 WORDS = {
     "total": "so far", "step": "last step", "million_trained": "a million trained tokens",
@@ -39,26 +38,23 @@ def cost(target: Target) -> Output:
 
     Every token that an engine sampled is in one row: what became of its group, or the stage in
     which it is (waiting, running, pool, taken). `prompt` are tokens that engines have read, `again`
-    those of them that were read after an interruption. Costs are as of the newest train step;
-    [cost] has the prices.
+    those of them that were read after an interruption, and `judge_…` tokens of judges by a language
+    model. Costs are as of the newest train step; [cost] has the prices.
     """
-    accounts = target.run.account.tokens()
-    whole = TokenAccount.of_all([*accounts.values()])
-    judges = judge_use(target.run)
+    accounts, uses = target.run.account.tokens(), judge_use(target.run)
+    numbers = {task: _numbers(each, uses.get(task, JudgeUse())) for task, each in accounts.items()}
+    whole = _numbers(TokenAccount.of_all([*accounts.values()]), sum(uses.values(), JudgeUse()))
     found = _costs(target.run_dir)
-    document = {
-        "tokens": {task: _json(each) for task, each in accounts.items()},
-        "all": _json(whole),
-        "judges": {task: asdict(use) for task, use in judges.items()},
-        "cost": found,
-    }
-    shown: list[RenderableType] = [_tokens_shown(accounts, whole, judges), _costs_shown(found)]
-    return Output(document, shown)
+    document = {"tokens": numbers, "all": whole, "cost": found}
+    return Output(document, [_tokens_shown(numbers, whole), _costs_shown(found)])
 
 
-def _json(account: TokenAccount) -> dict[str, int]:
-    sums = {"sampled": account.total, "prompt": account.prompt, "again": account.again}
-    return {**account.table, **sums}
+def _numbers(account: TokenAccount, judges: JudgeUse) -> dict[str, int]:
+    """Return the rows of an account, and then what is in none."""
+    sums = (account.total, account.prompt, account.again)
+    return account.table | dict(
+        zip(BESIDE, (*sums, judges.prompt_tokens, judges.completion_tokens), strict=True)
+    )
 
 
 def _costs(folder: Path | None) -> dict[str, Any]:
@@ -70,27 +66,13 @@ def _costs(folder: Path | None) -> dict[str, Any]:
     return {"as_of_step": steps[-1].step, "currency": currency_of(newest), **found}
 
 
-def _tokens_shown(
-    accounts: dict[str, TokenAccount], whole: TokenAccount, judges: dict[str, JudgeUse]
-) -> Table:
-    columns = {**accounts, "all": whole} if len(accounts) > 1 else accounts
-    uses = {**judges, "all": sum(judges.values(), JudgeUse())}
-    used = [uses.get(task, JudgeUse()) for task in columns]
-    each = columns.values()
+def _tokens_shown(numbers: dict[str, dict[str, int]], whole: dict[str, int]) -> Table:
+    columns = {**numbers, "all": whole} if len(numbers) > 1 else numbers
     grid = table("tokens", *columns, "share", right=[*columns, "share"])
-    for row, number in whole.table.items():
+    for row, number in whole.items():
         if number:
-            cells = (f"{account.table[row]:,}" for account in each)
-            grid.add_row(row, *cells, f"{number / whole.total:.1%}")
-    for label, numbers in {
-        "sampled": [account.total for account in each],
-        "prompt": [account.prompt for account in each],
-        "again": [account.again for account in each],
-        "judges read": [use.prompt_tokens for use in used],
-        "judges wrote": [use.completion_tokens for use in used],
-    }.items():
-        if sum(numbers) or "judges" not in label:
-            grid.add_row(label, *map("{:,}".format, numbers), "")
+            cells = (f"{each[row]:,}" for each in columns.values())
+            grid.add_row(row, *cells, "" if row in BESIDE else f"{number / whole['sampled']:.1%}")
     return grid
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from buffer.control.events import CURRENCY
 from buffer.groups.verdicts import JudgeUse, use_by_task
@@ -23,31 +24,34 @@ from rolloutmq.config.config import Config
 from rolloutmq.extensions.cost import CostSection
 
 MEAN_STEPS = 20  # newest steps whose mean cost predicts the next ones
-HOURS = ("worker", "worker_busy", "trainer", "trainer_wait", "judge")  # of GPUs
+PAID = ("worker", "trainer", "judge")  # hours of GPUs
+HOURS = (*PAID, "worker_busy", "trainer_wait")
 HOUR_MS = 3.6e6
 
 
 class CostMeter(Observer):
-    def __init__(self, run: Run, prices: CostSection, worker_gpus: int, trainer_gpus: int) -> None:
-        self._run = run
-        self._prices = prices
-        self._worker_gpus = worker_gpus
-        self._trainer_gpus = trainer_gpus
-        self._hours = dict.fromkeys(HOURS, 0.0)
-        self._costs = deque[float](maxlen=MEAN_STEPS)
-        self._total = 0.0
-        self._read_ms: int | None = None  # when workers were read last
+    """`judges`: by task, the values of a judge by a language model, with its prices."""
+
+    def __init__(
+        self,
+        run: Run,
+        prices: CostSection,
+        judges: Mapping[str, Any],
+        worker_gpus: int,
+        trainer_gpus: int,
+        steps: Sequence[TrainedStep] = (),
+    ) -> None:
+        self._run, self._prices, self._judges = run, prices, judges
+        self._worker_gpus, self._trainer_gpus = worker_gpus, trainer_gpus
+        known = [step for step in steps if "cost/total" in step.metrics]
+        last = known[-1].metrics if known else {}
+        self._hours = {name: last.get(f"cost/{name}_gpu_hours", 0.0) for name in HOURS}
+        self._costs = deque((step.metrics["cost/step"] for step in known), MEAN_STEPS)
+        self._total = last.get("cost/total", 0.0)
+        # when workers were read last
+        self._read_ms = int(1000 * (steps[-1].ended_s or time.time())) if known else None
         self._sampling: dict[tuple[str, int], int] = {}
         self._trained_at = time.monotonic()
-
-    def continue_from(self, steps: Sequence[TrainedStep]) -> None:
-        """Continue the sums in the metrics of earlier steps."""
-        known = [step.metrics for step in steps if "cost/total" in step.metrics]
-        if known:
-            self._hours = {n: known[-1].get(f"cost/{n}_gpu_hours", 0.0) for n in HOURS}
-            self._costs.extend(metrics["cost/step"] for metrics in known[-MEAN_STEPS:])
-            self._total = known[-1]["cost/total"]
-            self._read_ms = int(1000 * (steps[-1].ended_s or time.time()))
 
     def delivered(
         self, manifest: Manifest, groups: Sequence[RolloutGroup], lineage: str, waited_s: float
@@ -56,15 +60,12 @@ class CostMeter(Observer):
 
     def measured(self, step: int) -> dict[str, float]:
         self._read_workers()
-        now = time.monotonic()
-        self._hours["trainer"] += (now - self._trained_at) / 3600 * self._trainer_gpus
+        now, hours = time.monotonic(), self._hours
+        hours["trainer"] += (now - self._trained_at) / 3600 * self._trainer_gpus
         self._trained_at = now
         tokens = TokenAccount.of_all([*self._run.account.tokens().values()])
-        judges = sum(judge_use(self._run).values(), JudgeUse())
-        before, self._total = self._total, self._price(tokens, judges)
+        before, self._total = self._total, self._price(tokens)
         self._costs.append(max(0.0, self._total - before))
-        hours, trained = self._hours, tokens.rows["trained"]
-        unused = tokens.ended - sum(tokens.rows[row] for row in USED)
         found = {f"tokens/{row}": float(number) for row, number in tokens.table.items() if number}
         found |= {f"cost/{name}_gpu_hours": spent for name, spent in hours.items()}
         found |= {
@@ -75,14 +76,11 @@ class CostMeter(Observer):
         }
         if self._total:
             found[CURRENCY + self._prices.currency] = 1.0
-        if judges.prompt_tokens:
-            found["cost/judge_prompt_tokens"] = judges.prompt_tokens
-            found["cost/judge_completion_tokens"] = judges.completion_tokens
         if hours["worker"]:
             found["cost/idle_workers"] = max(0.0, 1 - hours["worker_busy"] / hours["worker"])
         if tokens.ended:
-            found["cost/never_trained"] = unused / tokens.ended
-        if trained:
+            found["cost/never_trained"] = 1 - sum(map(tokens.rows.__getitem__, USED)) / tokens.ended
+        if trained := tokens.rows["trained"]:
             found["cost/million_trained"] = self._total / trained * 1e6
         return found
 
@@ -100,22 +98,21 @@ class CostMeter(Observer):
             sampling[key] = worker.sampling_ms
             self._hours["worker"] += alive_ms / HOUR_MS * self._worker_gpus
             self._hours["worker_busy"] += min(busy_ms, alive_ms) / HOUR_MS * self._worker_gpus
-        if self._read_ms is not None:
+        if self._read_ms is not None and self._prices.judge_gpu_hour:
             paid_ms = max(0, now_ms - self._read_ms)
             self._hours["judge"] += paid_ms / HOUR_MS * self._prices.judge_gpus
         self._sampling, self._read_ms = sampling, now_ms
 
-    def _price(self, tokens: TokenAccount, judges: JudgeUse) -> float:
-        prices, hours = self._prices, self._hours
-        return (
-            hours["worker"] * prices.worker_gpu_hour
-            + hours["trainer"] * prices.trainer_gpu_hour
-            + hours["judge"] * prices.judge_gpu_hour
-            + tokens.total / 1e6 * prices.million_sampled_tokens
-            + tokens.prompt / 1e6 * prices.million_prompt_tokens
-            + judges.prompt_tokens / 1e6 * prices.million_judge_prompt_tokens
-            + judges.completion_tokens / 1e6 * prices.million_judge_completion_tokens
-        )
+    def _price(self, tokens: TokenAccount) -> float:
+        prices, used = self._prices, judge_use(self._run)
+        total = sum(self._hours[name] * getattr(prices, f"{name}_gpu_hour") for name in PAID)
+        millions = tokens.total * prices.million_sampled_tokens
+        millions += tokens.prompt * prices.million_prompt_tokens
+        for task, judge in self._judges.items():
+            use = used.get(task, JudgeUse())
+            millions += use.prompt_tokens * judge.million_prompt_tokens
+            millions += use.completion_tokens * judge.million_completion_tokens
+        return float(total + millions / 1e6)
 
 
 def judge_use(run: Run) -> dict[str, JudgeUse]:
@@ -127,9 +124,9 @@ def observe(run: Run, process: str, config: Config) -> None:
     if process != "trainer":
         return
     prices: CostSection = config.attached.get("cost", CostSection())
-    workers = max(1, config.launch.workers)
-    per_worker = prices.worker_gpus or max(1, config.worker_gpus // workers)
+    found = {name: task.attached.get("llm") for name, task in config.tasks.items()}
+    judges = {name: judge for name, judge in found.items() if judge}
+    per_worker = prices.worker_gpus or max(1, config.worker_gpus // max(1, config.launch.workers))
     ranks = config.launch.ranks(has_own_loop=bool(config.trainer.loop))
-    meter = CostMeter(run, prices, per_worker, ranks)
-    meter.continue_from(read_steps(config.run.folder))
-    run.observers.append(meter)
+    steps = read_steps(config.run.folder)
+    run.observers.append(CostMeter(run, prices, judges, per_worker, ranks, steps))

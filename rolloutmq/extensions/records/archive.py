@@ -23,9 +23,11 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from buffer.errors import LONGEST_REASON, RolloutMQError
+from typer import Option
+
+from buffer.errors import LONGEST_REASON, ConfigError, RolloutMQError
 from buffer.imports import import_extra
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest
@@ -37,12 +39,7 @@ from buffer.run.run import Run
 from buffer.wire.columns import large_columns
 from buffer.wire.group import RolloutGroup
 from rolloutmq.config.config import Config
-from rolloutmq.extensions.records.step_file import (
-    RecordDamaged,
-    StepFacts,
-    StepFile,
-    new_step_file,
-)
+from rolloutmq.extensions.records.step_file import RecordDamaged, StepFacts, StepFile, step_writer
 from rolloutmq.launch.terms import FOLDER as TERMS
 from rolloutmq.versions import all_versions
 
@@ -52,7 +49,18 @@ BACKOFF = Backoff(1.0, 60.0, jitter=0.0)  # between attempts to write to a full 
 LAST_TRIES = 3  # at the end of the trainer
 
 _ARCHIVED = re.compile(r" archived_ms=\d+")  # when the server archived a batch, a time
+_name = "step-{:07d}.rmq".format
 _NAME = re.compile(r"step-(\d{7,})\.rmq")
+
+
+ArchivePlace = Annotated[
+    str | None,
+    Option(
+        "--archive",
+        metavar="PLACE",
+        help="Folder or URL of its archive. Default: `archive` in the run's folder.",
+    ),
+]
 
 
 class ArchiveFailed(RolloutMQError):
@@ -160,23 +168,21 @@ class Archive:
         return None
 
     @contextmanager
-    def new_file(self, step: int) -> Iterator[Path]:
-        """Store what the block writes to a path as the file of a step; delete those of later ones.
-
-        It is not stored if the block raises.
-        """
+    def new_file(self, name: str) -> Iterator[Path]:
+        """Store what the block writes to a path, unless it raises."""
         with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
-            file = Path(folder) / _name(step)
+            file = Path(folder) / name
+            yield file
+            self._shelf.put(name, file)
+
+    @contextmanager
+    def new_step(self, step: int) -> Iterator[Path]:
+        """Store what the block writes as the file of a step, after deleting those of later ones."""
+        with self.new_file(_name(step)) as file:
             yield file
             for later in self.steps():
                 if later > step:
                     self._shelf.drop(_name(later))
-            self._shelf.put(_name(step), file)
-
-    def keep(self, file: Path) -> None:
-        """Store a copy of a file that never changes."""
-        with self._failing(), tempfile.TemporaryDirectory(dir=self._shelf.scratch()) as folder:
-            self._shelf.put(file.name, Path(shutil.copy(file, folder)))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -190,8 +196,16 @@ class Archive:
             raise ArchiveFailed(f"{self.place}: {text}", hint=hint) from error
 
 
-def _name(step: int) -> str:
-    return f"step-{step:07d}.rmq"
+def archive_of(parent: Path, place: str | None) -> Archive:
+    """Return the archive of a run, at `place` or in its folder. Raises ConfigError if empty."""
+    archive = Archive(place or parent / "archive")
+    if not archive.steps():
+        raise ConfigError(
+            f"no step of the run in {parent} is archived in {archive.place}",
+            hint="name another run, or the place of its archive (--archive); a run has one if "
+            '[retention] policy = "archive" was set before it trained',
+        )
+    return archive
 
 
 def archive_run(run: Run, process: str, config: Config) -> None:
@@ -217,11 +231,10 @@ def audit(run: Run) -> list[str]:
         missing = {*range(there[0] if there else 1, exported + 1)} - {*there}
         faults += [f"{archive.place} lacks the batch of step {step}" for step in sorted(missing)]
         for step in sorted({*there} & {*range(kept.start, committed + 1)}):
-            with archive.open(step) as file:
-                file.check()
-                found = run.ledger.manifest(step)
-                if found and _lines(found) != file.facts.manifest:
-                    faults.append(f"{file.name} is not the batch that the server has")
+            file, found = archive.open(step), run.ledger.manifest(step)
+            file.check()
+            if found and _lines(found) != file.facts.manifest:
+                faults.append(f"{file.name} is not the batch that the server has")
     except RolloutMQError as error:
         faults.append(error.message)
     return faults
@@ -281,7 +294,8 @@ class Archiver(Observer):
         ledger = self._run.ledger
         _, committed, freed = ledger.steps()
         for file in {*self._terms.glob("*.json")} - self._kept:
-            self._archive.keep(file)
+            with self._archive.new_file(file.name) as copy:
+                shutil.copyfile(file, copy)
             self._kept.add(file)
         first, lost = max(self._done + 1, ledger.archive.steps().start), set[int]()
         for step in range(first, committed + 1):
@@ -309,7 +323,7 @@ class Archiver(Observer):
             ranks=int(os.environ.get("WORLD_SIZE", "1")),
         )
         refs = [entry.payload for entry in manifest.entries]
-        with self._archive.new_file(manifest.step) as path, new_step_file(path, facts) as add:
+        with self._archive.new_step(manifest.step) as path, step_writer(path, facts) as add:
 
             def add_groups(batch: Sequence[PayloadRef], found: Sequence[Whole]) -> list[None]:
                 return [

@@ -24,12 +24,11 @@ from typer import Argument, Option
 
 from buffer.errors import ConfigError
 from buffer.imports import is_dotted_path
-from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import STEPS_FILE
 from rolloutmq.command_list import command
-from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.new_run import ArchivePlace, archive_of, choose_parent
-from rolloutmq.extensions.records.step_file import RecordDamaged, config_of, log_lines
+from rolloutmq.extensions.records.archive import Archive, ArchivePlace, archive_of
+from rolloutmq.extensions.records.folders import checkpoint_of, choose_parent, log_lines
+from rolloutmq.extensions.records.step_file import RecordDamaged, config_of
 from rolloutmq.launch.terms import FOLDER as TERMS
 from rolloutmq.options import AsJson, Output, RunDir
 from rolloutmq.views.explain.symptom import marked
@@ -44,14 +43,7 @@ _NAMES = re.compile(
 )
 
 
-EPILOG = """
-\b
-Examples: rolloutmq bundle step111.rmq --step 111
-          rolloutmq bundle step111.rmq --step 111 --run-dir runs/demo
-"""
-
-
-@command("bundle", epilog=EPILOG)
+@command("bundle", epilog="Example: rolloutmq bundle step111.rmq --step 111 --run-dir runs/demo")
 def bundle_step(
     file: Annotated[Path, Argument(metavar="FILE", help="New file, such as step111.rmq.")],
     step: Annotated[int, Option("--step", min=1, help="A step of the archive.")],
@@ -93,17 +85,11 @@ def write_bundle(
     `most_bytes`: of state and model; None: log-probabilities are stored in their place. Raises
     ConfigError where the checkpoint before it is not kept, or state and model are larger.
     """
-    before = CheckpointFolder(run / "checkpoints")
-    if step > 1 and step - 1 not in before.steps():
-        kept = ", ".join(map(str, before.steps())) or "none"
-        raise ConfigError(
-            f"{run} has no checkpoint of step {step - 1}",
-            hint=f"kept: {kept}; `rolloutmq replay` to the step before (--to) makes one; then "
-            "bundle its folder, with --archive of this run",
-        )
+    before = checkpoint_of(run, step - 1) if step > 1 else None
     terms = {f"{TERMS}/{path.name}": path for path in (run / TERMS).glob("*.json")}
     differing = []
-    with archive.open(step) as file, tempfile.TemporaryDirectory(prefix="rolloutmq-") as place:
+    file = archive.open(step)
+    with tempfile.TemporaryDirectory(prefix="rolloutmq-") as place:
         if most_bytes is None:
             from rolloutmq.extensions.records.recorded_policy import SCORES, record_step
 
@@ -111,7 +97,7 @@ def write_bundle(
             differing = record_step(run, file, files[str(SCORES)])
         else:
             model = config_of(file.facts.config, run={"dir": str(run)}).model_folder
-            state = [*before.path(step - 1).iterdir()] if step > 1 else []
+            state = [*before.iterdir()] if before else []
             files = {f"checkpoints/{path.parent.name}/{path.name}": path for path in state}
             files |= {f"model/{path.name}": path for path in model.iterdir()}
         chosen = {name: path for name, path in files.items() if _NAMES.fullmatch(name)}
@@ -150,9 +136,9 @@ def open_bundle(file: Path, folder: Path) -> int:
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         hint = "ask for another copy"
         raise RecordDamaged(f"{file} cannot be read: {error}", hint=hint) from error
-    with records.open(step) as batch:
-        batch.check()
-        config = config_of(batch.facts.config)
+    batch = records.open(step)
+    batch.check()
+    config = config_of(batch.facts.config)
     for name in (config.trainer.advantages, config.learner.loss.objective):
         if is_dotted_path(name):
             raise ConfigError(

@@ -13,7 +13,7 @@ keeps the nonce, and makes all else again.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,17 @@ from consumer.handle.step_log import EVALUATIONS_FILE, STEPS_FILE
 from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.new_run import ParentFolder, beside, choose_parent, new_run
-from rolloutmq.extensions.records.step_file import config_of, link_checkpoint, link_file, log_lines
+from rolloutmq.extensions.records.folders import (
+    ParentFolder,
+    beside,
+    checkpoint_of,
+    choose_parent,
+    link_checkpoint,
+    link_file,
+    log_lines,
+    new_run,
+)
+from rolloutmq.extensions.records.step_file import config_of
 from rolloutmq.launch.create import create_again
 from rolloutmq.launch.terms import FOLDER as TERMS
 from rolloutmq.options import AsJson, ConfigUrl, Output, Overrides
@@ -40,14 +49,8 @@ from rolloutmq.output import console
 
 CONFIG = "config.toml"
 
-EPILOG = """
-\b
-Examples: rolloutmq fork runs/demo --at 110 --name b --set learner.learning_rate=1e-5
-          rolloutmq run runs/b/config.toml
-"""
 
-
-@command("fork", epilog=EPILOG)
+@command("fork", epilog="Example: rolloutmq fork runs/demo --at 110 --name b --set plan.steps=200")
 def fork_run(
     at: Annotated[int, Option("--at", min=1, help="Checkpoint to go on from.")],
     name: Annotated[str, Option(help="Name of the new run, and of its folder.")],
@@ -85,16 +88,16 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
 
     Raises ConfigError where the parent does not have the checkpoint, or its terms.
     """
-    kept = CheckpointFolder(parent / "checkpoints")
-    if step not in kept.steps():
-        known = ", ".join(map(str, kept.steps())) or "none"
+    source = checkpoint_of(parent, step)
+    position = CheckpointFolder(source.parent).read(step)
+    terms = parent / TERMS / f"{position.terms_of(step)}.json"
+    data = terms.read_bytes() if terms.exists() else Archive(parent / "archive").read(terms.name)
+    if data is None:
         raise ConfigError(
-            f"{parent} has no checkpoint of step {step}",
-            hint=f"kept: {known}; `rolloutmq replay` to this step (--to) makes one; then "
-            "fork its folder",
+            f"{parent} does not say which config the step was trained with",
+            hint="only steps of `rolloutmq train`, `run` and `replay` can be forked",
         )
-    position = kept.read(step)
-    tree = _config_tree(parent, position.terms_of(step))
+    tree: dict[str, Any] = orjson.loads(data)["config"]
     own = config_of(tree, run={"dir": str(parent)})
     tree["run"] |= {"name": folder.name, "dir": str(folder)}
     tree["policy"]["model"] = str(own.model_folder)
@@ -103,7 +106,7 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
     config = config_of(tree)
     target = CheckpointFolder(folder / "checkpoints")
     path = target.begin(step)
-    link_checkpoint(kept.path(step), path, POSITION, POSITION + DIGEST)
+    link_checkpoint(source, path, POSITION, POSITION + DIGEST)
     position.run, position.run_nonce = folder.name, run_nonce(folder)
     position.forget(step)
     target.complete(position, path)
@@ -116,41 +119,24 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
             if file.is_file() and (number is None or int(number[1]) <= step):
                 (folder / name).mkdir(exist_ok=True)
                 link_file(file, folder / name / file.name)
-    (folder / CONFIG).write_text(to_toml(tree), encoding="utf-8")
+    (folder / CONFIG).write_text("\n".join([*toml_lines(tree), ""]), encoding="utf-8")
     return config
 
 
-def _config_tree(parent: Path, terms: str) -> dict[str, Any]:
-    """Return the config of the terms with this digest. Raises ConfigError."""
-    file = parent / TERMS / f"{terms}.json"
-    data = file.read_bytes() if file.exists() else Archive(parent / "archive").read(file.name)
-    if not terms or data is None:
-        raise ConfigError(
-            f"{parent} does not say which config the step was trained with",
-            hint="only steps of `rolloutmq train`, `run` and `replay` can be forked",
-        )
-    tree: dict[str, Any] = orjson.loads(data)["config"]
-    return tree
+def toml_lines(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield JSON values as lines of TOML, such as `plan.steps = 200`, but for nulls."""
+    for name, value in tree.items():
+        is_bare = re.fullmatch(r"[A-Za-z0-9_-]+", name)
+        key = prefix + (name if is_bare else orjson.dumps(name).decode())
+        if isinstance(value, Mapping) and value:
+            yield from toml_lines(value, f"{key}.")
+        elif value is not None:
+            yield f"{key} = {_toml_value(value)}"
 
 
-def to_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
-    """Return JSON values as TOML: a table for each section, without keys that are null."""
-    lines = [f"[{prefix[:-1]}]"] if prefix else []
-    nested = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
-    values = {key: value for key, value in tree.items() if key not in nested}
-    lines += [f"{_key(key)} = {_value(v)}" for key, v in values.items() if v is not None]
-    lines += [to_toml(value, f"{prefix}{_key(key)}.") for key, value in nested.items()]
-    return "\n".join(lines)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else orjson.dumps(name).decode()
-
-
-def _value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        pairs = (f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
-        return f"{{ {', '.join(pairs)} }}"
+        return f"{{ {', '.join(toml_lines(value))} }}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(_toml_value, value))}]"
     return orjson.dumps(value).decode()

@@ -17,7 +17,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import orjson
 from rich.text import Text
@@ -27,8 +27,7 @@ from buffer.errors import ConfigError, RolloutMQError
 from buffer.ledger.position import Position, link
 from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder, digest_of
 from rolloutmq.command_list import command
-from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.new_run import ArchivePlace
+from rolloutmq.extensions.records.archive import Archive, ArchivePlace
 from rolloutmq.extensions.records.step_file import RecordDamaged
 from rolloutmq.launch.terms import FOLDER as TERMS
 from rolloutmq.launch.terms import model_digest, source_digest
@@ -38,14 +37,8 @@ from rolloutmq.views.explain.symptom import marked
 
 Level = Literal["ok", "fault", "note"]
 
-EPILOG = """
-\b
-Examples: rolloutmq prove runs/demo/checkpoints/step-000120
-          rolloutmq prove runs/demo/checkpoints/step-000120 --without-source gsm8k
-"""
 
-
-@command("prove", epilog=EPILOG)
+@command("prove", epilog="Example: rolloutmq prove runs/demo/checkpoints/step-000120")
 def prove_checkpoint(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Folder of a checkpoint.")],
     archive: ArchivePlace = None,
@@ -68,9 +61,9 @@ def prove_checkpoint(
     document: dict[str, Any] = {
         "whole": proof.is_whole, "proof": proof.head, "groups": dict(proof.groups),
         "judges": sorted(proof.judges), "steps_with_source": proof.touched if without else None,
-        "checks": [check._asdict() for check in proof.checks],
+        "checks": [{"level": level, "what": what} for level, what in proof.checks],
     }  # fmt: skip
-    shown = [marked(check.level, check.what) for check in proof.checks]
+    shown = [marked(level, what) for level, what in proof.checks]
     made = ", ".join(f"{name} {count(number)}" for name, number in proof.groups.most_common())
     shown.append(Text(f"trained groups: {made or 'none'}; judges: {', '.join(document['judges'])}"))
     if without:
@@ -81,18 +74,12 @@ def prove_checkpoint(
         raise Exit(RecordDamaged.exit_code)
 
 
-class Check(NamedTuple):
-    """What was compared; "note" where it cannot be here."""
-
-    level: Level
-    what: str
-
-
 @dataclass(slots=True)
 class Proof:
     """The checks of a checkpoint, and what made it."""
 
-    checks: list[Check] = field(default_factory=list)
+    checks: list[tuple[Level, str]] = field(default_factory=list)
+    """what was compared; "note" where it cannot be here"""
     groups: Counter[str] = field(default_factory=Counter)
     """trained groups by data source, or by task where they have none"""
     judges: set[str] = field(default_factory=set)
@@ -103,10 +90,10 @@ class Proof:
 
     @property
     def is_whole(self) -> bool:
-        return all(check.level != "fault" for check in self.checks)
+        return all(level != "fault" for level, _ in self.checks)
 
     def add(self, level: Level, what: str) -> None:
-        self.checks.append(Check(level, what))
+        self.checks.append((level, what))
 
 
 def prove(checkpoint: Path, archive: Archive, source: str | None = None) -> Proof:
@@ -142,10 +129,10 @@ def _compare_chain(position: Position, archive: Archive, proof: Proof, source: s
             missing.append(step)
             continue
         try:
-            with archive.open(step) as file:
-                file.check()
-                head = link(head, position.terms_of(step), file.facts.manifest)
-                sources = [group.shared.data_source or group.task for group in file.groups()]
+            file = archive.open(step)
+            file.check()
+            head = link(head, position.terms_of(step), file.facts.manifest)
+            sources = [group.shared.data_source or group.task for group in file.groups()]
         except RolloutMQError as error:
             proof.add("fault", error.message)
             missing.append(step)

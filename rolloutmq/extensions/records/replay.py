@@ -43,7 +43,8 @@ from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.config.config import Config
 from rolloutmq.config.kept_config import keep_config, read_config
 from rolloutmq.extensions.records.archive import Archive
-from rolloutmq.extensions.records.step_file import StepFile, config_of, link_checkpoint
+from rolloutmq.extensions.records.folders import link_checkpoint
+from rolloutmq.extensions.records.step_file import StepFile, config_of
 from rolloutmq.launch.terms import keep_terms, terms_of
 
 MAY_CHANGE = (
@@ -152,9 +153,7 @@ class Replay:
             reporter.open(open_writers(phase.config, phase.first))
             for step in range(phase.first, phase.last + 1):
                 began = time.monotonic()
-                with self.archive.open(step) as file:
-                    place(run, file)
-                    manifest, trained_on = file.manifest, file.facts.ranks
+                manifest, trained_on = place(run, self.archive.open(step))
                 groups, problems = rank.reader.read(manifest)
                 if problems:
                     raise ModelError(f"step {step} cannot be trained again: {problems}")
@@ -206,12 +205,11 @@ class Replay:
 
         "": none; None: the run has kept no such checkpoint.
         """
-        kept = CheckpointFolder(self.parent / "checkpoints")
         last = self.phases[-1].last
-        if last not in kept.steps():
-            return None
-        theirs = kept.path(last)
+        theirs = CheckpointFolder(self.parent / "checkpoints").path(last)
         mine = CheckpointFolder(self.folder / "checkpoints").path(last)
+        if not theirs.exists():
+            return None
         for rank in range(len(state_paths(theirs))):
             with SavedState(theirs, rank=rank) as own, SavedState(mine, rank=rank) as again:
                 for name in sorted(own.keys() | again.keys()):
@@ -254,10 +252,10 @@ def prepare(
             hint=f"put its file back; or replay to step {missing[0] - 1}, or from a checkpoint "
             f"behind it (kept: {', '.join(map(str, kept.steps())) or 'none'})",
         )
-    with archive.open(begin + 1) as file:
-        given, threads = file.facts.config, file.facts.threads
-    if threads:
-        torch.set_num_threads(threads)
+    facts = archive.open(begin + 1).facts
+    given = facts.config
+    if facts.threads:
+        torch.set_num_threads(facts.threads)
     # its own model, or that of a bundle
     own_model = {"model": str(parent / "model")} if (parent / "model").is_dir() else {}
     own = config_of(given, run={"dir": str(parent)}, policy=own_model)
@@ -274,8 +272,11 @@ def prepare(
     return Replay(parent, archive, folder, own.model_folder, phases, [*overrides, *judges])
 
 
-def place(run: Run, file: StepFile) -> None:
-    """Put the payloads of a batch where a take left them, and the tokens that balance shares."""
+def place(run: Run, file: StepFile) -> tuple[Manifest, int]:
+    """Put the payloads of a batch where a take left them, and the tokens that balance shares.
+
+    Return the manifest, and the number of ranks that trained it.
+    """
     keys = run.keys
     for entry, group in zip(file.manifest.entries, file.groups(), strict=True):
         ref, data = entry.payload, file.payload(entry)
@@ -288,6 +289,7 @@ def place(run: Run, file: StepFile) -> None:
         run.store.send("replay", commands)
     if run.columns.root:
         file.extract_columns(run.columns.root)
+    return file.manifest, file.facts.ranks
 
 
 def clear(run: Run, manifest: Manifest) -> None:

@@ -13,16 +13,9 @@ from typer import Argument, Exit, Option
 
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
-from rolloutmq.extensions.records.archive import Archive
+from rolloutmq.extensions.records.archive import Archive, ArchivePlace, archive_of
 from rolloutmq.extensions.records.bundle import open_bundle
-from rolloutmq.extensions.records.new_run import (
-    ArchivePlace,
-    archive_of,
-    beside,
-    choose_parent,
-    new_run,
-    unpacked,
-)
+from rolloutmq.extensions.records.folders import beside, choose_parent, new_run, unpacked
 from rolloutmq.options import AsJson, Output, Overrides
 from rolloutmq.output import console, progress
 from rolloutmq.views.explain.symptom import marked
@@ -114,8 +107,7 @@ def _compare_scores(folder: Path, records: Archive, step: int, *, as_json: bool)
     """Compare what follows from the scores of an unpacked bundle with the run's log."""
     from rolloutmq.extensions.records.recorded_policy import check_step
 
-    with records.open(step) as file:
-        compared, found = check_step(folder, file)
+    compared, found = check_step(folder, records.open(step))
     differing = {step: found} if found else {}
     note = f"{compared} numbers were compared, to 1e-6; without the model, no gradient and no state"
     document = {"steps": [step, step], "compared": compared, "differing": differing}
@@ -146,8 +138,12 @@ def _replay(
         job = prepare(parent, records, target, start, end, given)
         for step in job.train(ranks):
             advance(f"step, of {end}", step.step)
+            text = Text(f"step {step.step:>6}  state {step.state[:16]}  {step.seconds:6.2f} s")
+            if found := step.differences:
+                first = [f"{name} was {own!r}, is {new!r}" for name, own, new in found[:SHOWN]]
+                text.append(f"  {len(found)} numbers differ: {'; '.join(first)}", style="red")
             if not as_json:
-                console().print(_line(step), soft_wrap=True)
+                console().print(text, soft_wrap=True)
             steps.append(step)
         if ranks.rank:
             return
@@ -162,25 +158,15 @@ def _replay(
     note = "" if given else f"the run keeps no checkpoint of step {end} to compare with"
     shown = [*_verdict(end, differing, tensor, note)]
     for number in sorted({*other_ranks.values()}):
-        text = (
-            f"steps were trained on {number} ranks, and this replay has {ranks.size}: numbers "
-            "differ in the last digits; for as many ranks, start it with torchrun "
-            f"--nproc-per-node {number} -m rolloutmq replay …"
-        )
-        shown.append(marked("note", text))
+        what = f"last digits differ: {number} ranks trained steps that {ranks.size} trained here"
+        as_many = f"to be equal: torchrun --nproc-per-node {number} -m rolloutmq replay …"
+        shown.append(marked("note", what, as_many))
     if kept:
         look = f"rolloutmq web --run-dir {kept}"
         shown.append(Text(f"{kept} has curves, samples and a checkpoint: {look}"))
     Output(document, shown).print(as_json=as_json)
     if differing or tensor:
         raise Exit(DIFFERS)
-
-
-def _line(step: ReplayedStep) -> Text:
-    text = Text(f"step {step.step:>6}  state {step.state[:16]}  {step.seconds:6.2f} s")
-    shown = [f"{name} was {own!r}, is {new!r}" for name, own, new in step.differences[:SHOWN]]
-    many = f"  {len(step.differences)} numbers differ: {'; '.join(shown)}"
-    return text.append(many, style="red") if shown else text
 
 
 def _verdict(

@@ -12,12 +12,12 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from rich.text import Text
 from typer import Option
 
@@ -32,16 +32,9 @@ from consumer.handle.sample_log import TokenTexts
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_for, load_worker_judge, make_judge
 from rolloutmq.command_list import command
-from rolloutmq.extensions.records.archive import Archive, files_of
-from rolloutmq.extensions.records.new_run import (
-    ArchivePlace,
-    ParentFolder,
-    archive_of,
-    beside,
-    choose_parent,
-    new_run,
-)
-from rolloutmq.extensions.records.step_file import StepFile, config_of, new_step_file
+from rolloutmq.extensions.records.archive import Archive, ArchivePlace, archive_of, files_of
+from rolloutmq.extensions.records.folders import ParentFolder, beside, choose_parent, new_run
+from rolloutmq.extensions.records.step_file import StepFile, config_of, step_writer
 from rolloutmq.launch.terms import source_digest
 from rolloutmq.options import AsJson, Output
 from rolloutmq.output import count, progress
@@ -52,14 +45,14 @@ JUDGE_FILE = "judge.json"
 AT_ONCE = 16  # groups that are judged at the same time
 EXAMPLES = 3
 
-EPILOG = """
-\b
-Examples: rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score
-          rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score --yes
-"""
+Scores = tuple[str, NDArray[Any], NDArray[Any]]
+"""A gid, and the scores of its rollouts by the run's judge and by the other one, float32[n]."""
 
 
-@command("rescore", epilog=EPILOG)
+@command(
+    "rescore",
+    epilog="Example: rolloutmq rescore runs/demo --from 110 --task chain_sum --judge new:score",
+)
 def rescore_run(
     start: Annotated[int, Option("--from", min=0, help="Checkpoint to begin with; 0: none.")],
     task: Annotated[str, Option(help="Task whose groups are judged.")],
@@ -89,13 +82,13 @@ def rescore_run(
     ranks, kept = join(), ["archive", JUDGE_FILE]
     quiet = as_json or ranks.rank > 0
     with new_run(target, "rescore", last, kept, rank=ranks.rank), progress(quiet) as advance:
-        scored, found = Archive(target / "archive"), Differences()
+        scored, found = Archive(target / "archive"), list[Scores]()
         if not ranks.rank:
             forget_other_scores(target, task, judge)
             for step in rescore(records, scored, task, judge, range(start + 1, last + 1), found):
                 advance(f"step, of {last}, judged", step)
         ranks.share(True)  # all is scored
-        document: dict[str, Any] = asdict(found)
+        document = differences(found)
         then = "to train on these scores: the same command with --yes"
         if yes:
             from rolloutmq.extensions.records.replay import prepare
@@ -107,50 +100,41 @@ def rescore_run(
                 document["state"] = trained.state
             goes_on = f"rolloutmq fork {target} --at {last} --name NAME"
             then = f"trained in {target}; to go on from it: {goes_on}"
-    if not ranks.rank:
-        Output(document, [found.text(), Text(then)]).print(as_json=as_json)
+    if ranks.rank:
+        return
+    before, after = (document[when] / max(1, len(found)) for when in ("before", "after"))
+    changed, others = count(document["changed"]), count(document["advantages"])
+    examples = document["examples"]
+    shown = [
+        f"{changed} of {count(len(found))} groups have other scores, {others} other advantages; "
+        f"mean score {before:.3f}, then {after:.3f}",
+        *map("  {gid} rollout {index}: {before:g}, then {after:g}".format_map, examples),
+        then,
+    ]
+    Output(document, list(map(Text, shown))).print(as_json=as_json)
 
 
-@dataclass(slots=True)
-class Differences:
-    """What another judge says of some steps."""
+def differences(scores: Sequence[Scores]) -> dict[str, Any]:
+    """Return what another judge changes, with the rollouts whose scores change most as examples.
 
-    groups: int = 0
-    changed: int = 0
-    """groups of which a score is another one"""
-    advantages: int = 0
-    """groups of which also the scores relative to their mean are others: what is learned differs"""
-    before: float = 0.0
-    after: float = 0.0
-    """sums of mean scores of the groups"""
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    """rollouts whose scores changed most in their steps: gid, index, before, after"""
-
-    def add(self, group: RolloutGroup, scores: Sequence[float]) -> None:
-        old, new = np.nan_to_num(group.scores), np.asarray(scores)
-        self.groups += 1
-        self.before += float(old.mean())
-        self.after += float(new.mean())
-        if np.array_equal(old, new):
-            return
-        self.changed += 1
-        self.advantages += not np.allclose(old - old.mean(), new - new.mean())
+    `advantages`: groups of which also the scores relative to their mean change, so that something
+    else is learned. `before`, `after`: sums of the groups' mean scores.
+    """
+    changed = [each for each in scores if not np.array_equal(each[1], each[2])]
+    examples = []
+    for gid, old, new in sorted(changed, key=lambda each: -np.abs(each[2] - each[1]).max()):
         index = int(np.abs(new - old).argmax())
         scores_of = {"before": float(old[index]), "after": float(new[index])}
-        self.examples.append({"gid": group.gid, "index": index} | scores_of)
-        self.examples.sort(key=lambda each: -abs(each["after"] - each["before"]))
-        del self.examples[EXAMPLES:]
-
-    def text(self) -> Text:
-        groups = max(1, self.groups)
-        text = Text(
-            f"{count(self.changed)} of {count(self.groups)} groups have other scores, "
-            f"{count(self.advantages)} other advantages; "
-            f"mean score {self.before / groups:.3f}, then {self.after / groups:.3f}"
-        )
-        for each in self.examples:
-            text.append("\n  {gid} rollout {index}: {before:g}, then {after:g}".format(**each))
-        return text
+        examples.append({"gid": gid, "index": index} | scores_of)
+    centred = [(old - old.mean(), new - new.mean()) for _, old, new in changed]
+    return {
+        "groups": len(scores),
+        "changed": len(changed),
+        "advantages": sum(not np.allclose(old, new) for old, new in centred),
+        "before": float(sum(old.mean() for _, old, _ in scores)),
+        "after": float(sum(new.mean() for *_, new in scores)),
+        "examples": examples[:EXAMPLES],
+    }
 
 
 def forget_other_scores(folder: Path, task: str, judge: str) -> None:
@@ -163,15 +147,14 @@ def forget_other_scores(folder: Path, task: str, judge: str) -> None:
 
 
 def rescore(
-    source: Archive, target: Archive, task: str, judge: str, steps: range, found: Differences
+    source: Archive, target: Archive, task: str, judge: str, steps: range, found: list[Scores]
 ) -> Iterator[int]:
-    """Judge the groups of `task` in these steps; write, add to `found` and yield each step.
+    """Judge the groups of `task` in these steps; write each, add its scores to `found`, yield it.
 
     A step that `target` has is only compared. Raises ConfigError for a judge that cannot be
     loaded, and what it raises.
     """
-    with source.open(steps[0]) as first:
-        config = config_of(first.facts.config)
+    config = config_of(source.open(steps[0]).facts.config)
     if task not in config.tasks:
         raise ConfigError(f"there is no task {task!r}", hint=f"known: {', '.join(config.tasks)}")
     section = config.tasks[task].model_copy(update={"judge": judge})
@@ -179,15 +162,15 @@ def rescore(
     scorer = make_judge(section.judge, lambda spec: load_for(section, spec, load_worker_judge))
     with asyncio.Runner() as runner, closing(scorer):
         for step in steps:
-            with source.open(step) as file:
-                if step not in target.steps():
-                    rewards = runner.run(_judge(file, task, scorer, texts))
-                    _write(file, target, rewards)
-                with target.open(step) as other:
-                    pairs = zip(file.groups(), other.groups(), strict=True)
-                    for before, after in pairs:
-                        if before.task == task:
-                            found.add(before, np.nan_to_num(after.scores).tolist())
+            file = source.open(step)
+            if step not in target.steps():
+                _write(file, target, runner.run(_judge(file, task, scorer, texts)))
+            pairs = zip(file.groups(), target.open(step).groups(), strict=True)
+            found += [
+                (before.gid, np.nan_to_num(before.scores), np.nan_to_num(after.scores))
+                for before, after in pairs
+                if before.task == task
+            ]
             yield step
 
 
@@ -228,7 +211,7 @@ def _write(file: StepFile, target: Archive, rewards: dict[str, list[dict[str, fl
         entries.append(entry)
     manifest = Manifest(file.manifest.step, file.manifest.header, tuple(entries))
     facts = file.facts.model_copy(update={"manifest": manifest.lines})
-    with target.new_file(manifest.step) as path, new_step_file(path, facts) as add:
+    with target.new_step(manifest.step) as path, step_writer(path, facts) as add:
         for gid, data in payloads.items():
             add(f"groups/{gid}", data)
         for name in (name for group in file.groups() for name in files_of(group)):

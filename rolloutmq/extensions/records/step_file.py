@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
-import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from buffer.config.assignments import assign
-from buffer.errors import ConfigError, RolloutMQError, WireError
+from buffer.errors import RolloutMQError, WireError
 from buffer.groups.replay_buffer import mask_stale
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.payloads import Whole, checksum
@@ -95,13 +92,6 @@ class StepFile:
                 hint="install the version of rolloutmq that wrote it",
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._zip.close()
-        self._file.close()
-
     def payload(self, entry: ManifestEntry) -> bytes:
         """Return the bytes of a group as the server had them, compared with their checksum."""
         ref = entry.payload
@@ -162,7 +152,7 @@ class StepFile:
 
 
 @contextmanager
-def new_step_file(path: Path, facts: StepFacts) -> Iterator[AddMember]:
+def step_writer(path: Path, facts: StepFacts) -> Iterator[AddMember]:
     """Make a step file under a new name; the block gets a function that adds a member."""
     with path.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
 
@@ -209,33 +199,3 @@ def _without_none(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {name: _without_none(value) for name, value in tree.items() if value is not None}
     return tree
-
-
-def link_file(source: str | Path, target: str | Path) -> None:
-    """Give a file that never changes another name; copy it to another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def link_checkpoint(source: Path, target: Path, *without: str) -> None:
-    """Link the files of a checkpoint, but for these names. Raises ConfigError if it goes away."""
-    try:
-        ignore = shutil.ignore_patterns(*without)
-        shutil.copytree(source, target, ignore=ignore, copy_function=link_file, dirs_exist_ok=True)
-        source.stat()  # a trainer renames it, then deletes it
-    except OSError as error:
-        if source.exists():
-            raise
-        raise ConfigError(
-            f"the run deleted {source} meanwhile",
-            hint="take a newer checkpoint, or keep more of them: trainer.keep_checkpoints",
-        ) from error
-
-
-def log_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the step and the bytes of each line of a log that no kill has torn."""
-    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
-        with suppress(ValueError):
-            yield orjson.loads(line)["step"], line

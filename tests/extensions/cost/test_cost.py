@@ -14,6 +14,7 @@ from consumer.handle.step_log import StepWriter, read_steps
 from rolloutmq.extensions.cost import CostSection
 from rolloutmq.extensions.cost.command import _costs
 from rolloutmq.extensions.cost.meter import CostMeter
+from rolloutmq.extensions.llm_judge.section import LlmSection
 from tests.buffer.scene import Scene
 from tests.servers import Server
 
@@ -23,9 +24,13 @@ PRICES = CostSection(
     worker_gpu_hour=10.0,
     million_sampled_tokens=1e6,
     million_prompt_tokens=2e6,
-    million_judge_prompt_tokens=0.5e6,
-    million_judge_completion_tokens=3e6,
 )
+JUDGES = {
+    name: LlmSection(
+        url="http://h/v1", model=name, million_prompt_tokens=read, million_completion_tokens=wrote
+    )
+    for name, read, wrote in (("cheap", 0.5e6, 3e6), ("dear", 2e6, 0.0))
+}
 
 
 @pytest.fixture
@@ -55,22 +60,22 @@ def test_gpu_hours_and_tokens_have_a_price_and_a_trainer_that_starts_again_pays_
     scene.run.jobs.release("w0", jobs[1], "failed", "no", sampled=SampledTokens(5, 0, 11, 6))
     scene.beat([], sampled="math=11:11:7:0")
     lived(scene, "w0", 2.0, 0.25)
-    for worker in range(2):  # one that was killed, and the one after it
-        judge = Verdicts(scene.run.context, f"task {worker}")
-        judge.use = JudgeUse(calls=1, prompt_tokens=10, completion_tokens=worker)
+    # of the first: one worker that was killed, and the one after it
+    for task, completion in (("cheap", 0), ("cheap", 1), ("dear", 7)):
+        judge = Verdicts(scene.run.context, task)
+        judge.use = JudgeUse(calls=1, prompt_tokens=10, completion_tokens=completion)
         judge.note("any")
-    meter = CostMeter(scene.run, PRICES, worker_gpus=2, trainer_gpus=1)
+    meter = CostMeter(scene.run, PRICES, JUDGES, worker_gpus=2, trainer_gpus=1)
     found = meter.measured(1)
     rows = {name: n for name, n in found.items() if name.startswith("tokens/")}
     assert rows == {"tokens/pool": 4, "tokens/resampled": 2, "tokens/failed": 5}
     assert found["cost/never_trained"] == 1.0
     assert found["cost/worker_gpu_hours"] == pytest.approx(4, rel=0.05)
     assert found["cost/idle_workers"] == pytest.approx(0.75, rel=0.05)
-    assert found["cost/total"] == pytest.approx(40 + 11 + 14 + 10 + 3, rel=0.05)
+    assert found["cost/total"] == pytest.approx(40 + 11 + 14 + (10 + 3) + 20, rel=0.05)
 
     StepWriter(tmp_path).add_step(1, "l1", [], found)
-    again = CostMeter(scene.run, PRICES, worker_gpus=2, trainer_gpus=1)
-    again.continue_from(read_steps(tmp_path))
+    again = CostMeter(scene.run, PRICES, JUDGES, 2, 1, read_steps(tmp_path))
     assert again.measured(2)["cost/total"] == pytest.approx(found["cost/total"], rel=0.05)
     told = _costs(tmp_path)
     assert (told["total"], told["currency"]) == (found["cost/total"], "EUR")

@@ -61,14 +61,14 @@ def test_a_committed_batch_leaves_the_server_for_a_file_with_the_same_groups(sce
     archive = Archive(scene.run.limits.archive)
     assert archive.steps() == [1]
     assert scene.run.ledger.archive.steps() == range(2, 2)  # the server has freed it
-    with archive.open(1) as file:
-        file.check()
-        assert file.manifest.gids == manifest.gids
-        assert file.facts.config == {"run": {"name": "r"}}
-        for known, read in zip(sent, file.groups(), strict=True):
-            assert {name: column.tolist() for name, column in known.columns.items()} == {
-                name: column.tolist() for name, column in read.columns.items()
-            }
+    file = archive.open(1)
+    file.check()
+    assert file.manifest.gids == manifest.gids
+    assert file.facts.config == {"run": {"name": "r"}}
+    for known, read in zip(sent, file.groups(), strict=True):
+        assert {name: column.tolist() for name, column in known.columns.items()} == {
+            name: column.tolist() for name, column in read.columns.items()
+        }
     scene.check()
 
 
@@ -123,10 +123,9 @@ def test_a_new_history_replaces_the_later_files_of_the_one_before(scene: Scene) 
     archiver.committed(3, 0)
     archiver.closed()
     assert archive.steps() == [1, 2, 3]
-    with archive.open(2) as file:
-        assert file.facts.step == 2
+    assert archive.open(2).facts.step == 2
     second = Path(scene.run.limits.archive, "step-0000002.rmq")
-    with archive.new_file(2) as path:
+    with archive.new_step(2) as path:
         shutil.copyfile(second, path)
     assert archive.steps() == [1, 2]
     with pytest.raises(ArchiveFailed, match="step 3"):
@@ -196,12 +195,9 @@ def test_a_bucket_holds_an_archive(
         archive = Archive(url + "/archive")
         assert archive.steps() == [1, 2]
         for step in (1, 2):
-            with archive.open(step) as file:
-                file.check()
-                assert file.manifest.gids == gids[step]
-                assert np.concatenate([g.response_ids for g in file.groups()]).tolist() == 4 * [
-                    5,
-                    6,
-                ]
+            file = archive.open(step)
+            file.check()
+            assert file.manifest.gids == gids[step]
+            assert np.concatenate([g.response_ids for g in file.groups()]).tolist() == 4 * [5, 6]
         with pytest.raises(ArchiveFailed, match="step 9"):
             archive.open(9)

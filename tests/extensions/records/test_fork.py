@@ -20,8 +20,8 @@ from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import StepLog
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
-from rolloutmq.extensions.records import step_file
-from rolloutmq.extensions.records.fork import to_toml
+from rolloutmq.extensions.records import folders
+from rolloutmq.extensions.records.fork import toml_lines
 from tests.consumer.grpo.training_config import GROUPS
 from tests.consumer.handle.crew import at_work
 from tests.extensions.records.small_run import train_run
@@ -129,7 +129,7 @@ def test_what_cannot_be_forked_is_said(trained: Config) -> None:
     ],
 )
 def test_toml_reads_what_was_written(tree: dict[str, object]) -> None:
-    assert tomllib.loads(to_toml(tree)) == tree
+    assert tomllib.loads("\n".join(toml_lines(tree))) == tree
 
 
 def test_a_fork_of_a_run_that_trains(tmp_path: Path, model_dir: Path) -> None:
@@ -171,13 +171,13 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_fork(
 ) -> None:
     parent = tmp_path / "first"
     shutil.copytree(trained.run.folder, parent, ignore=shutil.ignore_patterns("server"))
-    link = step_file.link_file
+    link = folders.link_file
 
     def late(source: str | Path, target: str | Path) -> None:
         link(source, target)
         CheckpointFolder(parent / "checkpoints").prune(1)
 
-    monkeypatch.setattr(step_file, "link_file", late)
+    monkeypatch.setattr(folders, "link_file", late)
     done = in_process("fork", str(parent), "--at", "2", "--name", "none")
     assert done.returncode == 2
     assert "meanwhile" in done.stderr

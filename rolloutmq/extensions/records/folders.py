@@ -11,12 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+import orjson
+from typer import Argument
 
 from buffer.config.run_settings import check_name
 from buffer.errors import ConfigError
 from buffer.redis.server.embedded import EmbeddedServer
-from rolloutmq.extensions.records.archive import Archive
+from consumer.handle.checkpoint import CheckpointFolder
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.options import RUNS
 from rolloutmq.run_owner import LOCK_FILE, Stage, choose_folder, own, read_record
@@ -31,32 +32,12 @@ ParentFolder = Annotated[
         help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
     ),
 ]
-ArchivePlace = Annotated[
-    str | None,
-    Option(
-        "--archive",
-        metavar="PLACE",
-        help="Folder or URL of its archive. Default: `archive` in the run's folder.",
-    ),
-]
 
 
 def choose_parent(folder: Path | None) -> Path:
     """Return the folder of the run whose records are read, with a name of its own: not `.`."""
     found = choose_folder(folder, RUNS)
     return found.resolve() if found.name in ("", "..") else found
-
-
-def archive_of(parent: Path, place: str | None) -> Archive:
-    """Return the archive of a run, at `place` or in its folder. Raises ConfigError if empty."""
-    archive = Archive(place or parent / "archive")
-    if not archive.steps():
-        raise ConfigError(
-            f"no step of the run in {parent} is archived in {archive.place}",
-            hint="name another run, or the place of its archive (--archive); a run has one if "
-            '[retention] policy = "archive" was set before it trained',
-        )
-    return archive
 
 
 def beside(parent: Path, name: str) -> Path:
@@ -116,3 +97,45 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    """Return the folder of a checkpoint that a run keeps. Raises ConfigError."""
+    kept = CheckpointFolder(run / "checkpoints")
+    if step in kept.steps():
+        return kept.path(step)
+    raise ConfigError(
+        f"{run} has no checkpoint of step {step}",
+        hint=f"kept: {', '.join(map(str, kept.steps())) or 'none'}; `rolloutmq replay {run} --to "
+        f"{step}` makes one in another folder: name that (for a bundle with --archive of this run)",
+    )
+
+
+def link_file(source: str | Path, target: str | Path) -> None:
+    """Give a file that never changes another name; copy it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def link_checkpoint(source: Path, target: Path, *without: str) -> None:
+    """Link the files of a checkpoint, but for these names. Raises ConfigError if it goes away."""
+    try:
+        ignore = shutil.ignore_patterns(*without)
+        shutil.copytree(source, target, ignore=ignore, copy_function=link_file, dirs_exist_ok=True)
+        source.stat()  # a trainer renames it, then deletes it
+    except OSError as error:
+        if source.exists():
+            raise
+        raise ConfigError(
+            f"the run deleted {source} meanwhile",
+            hint="take a newer checkpoint, or keep more of them: trainer.keep_checkpoints",
+        ) from error
+
+
+def log_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the step and the bytes of each line of a log that no kill has torn."""
+    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
+        with suppress(ValueError):
+            yield orjson.loads(line)["step"], line
