@@ -232,7 +232,6 @@ def test_stopped_trainer_keeps_its_step_and_continues_from_it(
     """Stop it while it waits for a receipt that never comes: it trains, but does not publish."""
     with at_work(run, stamp=0, math=DRAWS) as crew:
         trainer = Trainer(run, config, model_dir)
-        config.run.folder.mkdir()
         original = TrainController.train
 
         def stop_after(self: TrainController, *args: Any) -> dict[str, float]:
