@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer.control.events import CURRENCY
 from buffer.groups.verdicts import JudgeUse, use_by_task
-from buffer.ledger.tokens import USED, TokenAccount
+from buffer.ledger.tokens import TokenAccount
 from buffer.manifest import Manifest
 from buffer.observers import Observer
 from buffer.run.run import Run
@@ -63,7 +63,8 @@ class CostMeter(Observer):
         now, hours = time.monotonic(), self._hours
         hours["trainer"] += (now - self._trained_at) / 3600 * self._trainer_gpus
         self._trained_at = now
-        tokens = TokenAccount.of_all([*self._run.account.tokens().values()])
+        tokens = sum(self._run.account.tokens().values(), TokenAccount())
+        trained = tokens.table["trained"]
         before, self._total = self._total, self._price(tokens)
         self._costs.append(max(0.0, self._total - before))
         found = {f"tokens/{row}": float(number) for row, number in tokens.table.items() if number}
@@ -79,8 +80,9 @@ class CostMeter(Observer):
         if hours["worker"]:
             found["cost/idle_workers"] = max(0.0, 1 - hours["worker_busy"] / hours["worker"])
         if tokens.ended:
-            found["cost/never_trained"] = 1 - sum(map(tokens.rows.__getitem__, USED)) / tokens.ended
-        if trained := tokens.rows["trained"]:
+            used = trained + tokens.table["evaluated"]
+            found["cost/never_trained"] = 1 - used / tokens.ended
+        if trained:
             found["cost/million_trained"] = self._total / trained * 1e6
         return found
 

@@ -115,7 +115,7 @@ class LlmJudge(Judge):
         known = await asyncio.to_thread(self.verdicts.find, digest) if self.verdicts else None
         if known is not None:
             return Verdict(*orjson.loads(known))
-        kept = b""
+        verdict = None
         try:
             said = await self._say(body)
             try:
@@ -123,13 +123,12 @@ class LlmJudge(Judge):
             except VerdictUnreadable:
                 again = [("assistant", said), ("user", JSON_AGAIN)]
                 more = [{"role": role, "content": text} for role, text in again]
-                verdict = asked.read(
-                    await self._say({**body, "messages": [*asked.messages, *more]})
-                )
-            kept = orjson.dumps([*verdict])
+                said = await self._say({**body, "messages": [*asked.messages, *more]})
+                verdict = asked.read(said)
             return verdict
         finally:  # an answer without a verdict has used tokens, too
             if self.verdicts:
+                kept = orjson.dumps([*verdict]) if verdict else b""
                 await asyncio.to_thread(self.verdicts.note, digest, kept)
 
     async def _say(self, body: dict[str, Any]) -> str:
