@@ -103,18 +103,18 @@ async def ask(
     return HttpAnswer.of(answer, bytes(body[:most]), is_whole=len(body) <= most)
 
 
-LONGEST_REFUSAL_S = 3600.0
-
-
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); 0: none."""
+    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3), at most an hour.
+
+    0: it says none, or nothing that makes sense.
+    """
     said = headers.get("Retry-After", "").strip()
     try:
         is_date = not said[:1].isdigit()
         left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
     except (TypeError, ValueError, OverflowError):
         return 0.0
-    return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
+    return min(max(left_s, 0.0), 3600.0)
 
 
 TOO_MANY = 429

@@ -24,8 +24,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.extensions.cost import CostSection
 
 MEAN_STEPS = 20  # newest steps whose mean cost predicts the next ones
-PAID = ("worker", "trainer", "judge")  # hours of GPUs
-HOURS = (*PAID, "worker_busy", "trainer_wait")
+HOURS = ("worker", "worker_busy", "trainer", "trainer_wait", "judge")  # of GPUs
 HOUR_MS = 3.6e6
 
 
@@ -107,7 +106,7 @@ class CostMeter(Observer):
 
     def _price(self, tokens: TokenAccount) -> float:
         prices, used = self._prices, judge_use(self._run)
-        total = sum(self._hours[name] * getattr(prices, f"{name}_gpu_hour") for name in PAID)
+        total = sum(n * getattr(prices, f"{of}_gpu_hour", 0) for of, n in self._hours.items())
         millions = tokens.total * prices.million_sampled_tokens
         millions += tokens.prompt * prices.million_prompt_tokens
         for task, judge in self._judges.items():
