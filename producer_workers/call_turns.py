@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -42,8 +41,8 @@ class CallTurn:
 
     tokens: int
     unused: int = 0
-    pause_s: float | None = None  # for which a service that refused it wants no further call
-    reason: str = ""
+    reason: str = ""  # of a service that refused it, and
+    pause_s: float = 0.0  # for how long that wants no further call
     begins: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -51,12 +50,12 @@ class CallTurn:
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens
 
-    def refused(self, pause_s: float | None, reason: str) -> None:
+    def refused(self, pause_s: float, reason: str) -> None:
         """Make everybody wait: the service refused the call because of a limit of its own.
 
         They wait for `pause_s`, at least a second, and twice as long after each refusal in a row.
         """
-        self.unused, self.pause_s, self.reason = self.tokens, pause_s or 0.0, reason
+        self.unused, self.pause_s, self.reason = self.tokens, pause_s, reason
 
     def begin(self, error: Exception | None = None) -> None:
         if not self.begins.done():
@@ -75,7 +74,6 @@ class Turns:
         self._asks: asyncio.Task[None] | None = None
         self._bell: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"limit-{limit.name}")
-        self._outage = LogOnce(log, f"waiting for permits of {limit.name}")
         self._refusal = LogOnce(log, f"calls wait: {limit}", ended=f"calls go on: {limit}")
         self.refused_at: float | None = None
         """monotonic time since which the service has refused every call; any thread may read it"""
@@ -115,7 +113,7 @@ class Turns:
         else:
             state.ended += 1
             state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
-            if turn.pause_s is not None:
+            if turn.reason:
                 state.refused += 1
                 state.pause_ms = round(1000 * turn.pause_s)
                 self.refused_at = self.refused_at or time.monotonic()
@@ -131,44 +129,38 @@ class Turns:
             self._asks = asyncio.create_task(self._ask_all(), name=f"limit {self.limit.name}")
 
     async def _ask_all(self) -> None:
-        """Ask again and again, until nothing waits and nothing is held."""
-        try:
-            again_s = 0.0
-            while again_s or self._changed.is_set():
-                self._changed.clear()
-                again_s = await self._ask()
-                if self._waiting and (self._bell is None or self._bell.done()):
-                    self._bell = asyncio.create_task(self._listen())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), again_s)
-        except RolloutMQError as error:  # of a call that no repetition helps
-            for turn in self._waiting:
-                turn.begin(error)
+        """Ask for permits, and let calls begin, until nothing waits and nothing is held."""
+        again_s = 0.0
+        while again_s or self._changed.is_set():
+            self._changed.clear()
+            state, wanted = replace(self._state), [turn.tokens for turn in self._waiting]
+            try:
+                again_s, delays_s = await self._in_thread(
+                    self._caller.ask, state, wanted[:MOST_WANTED]
+                )
+            except StoreUnavailable:  # the calls wait, as all that needs the server
+                again_s, delays_s = BELL_S, []
+            except RolloutMQError as error:  # no repetition helps
+                for turn in self._waiting:
+                    turn.begin(error)
+                return
+            for delay_s in delays_s:
+                self._state.known += 1
+                if self._waiting:
+                    asyncio.get_running_loop().call_later(delay_s, self._waiting.popleft().begin)
+                else:  # cancelled while the question was under way
+                    self._state.ended += 1
+                    self._changed.set()
+            if self._waiting and (self._bell is None or self._bell.done()):
+                self._bell = asyncio.create_task(self._listen())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), again_s)
 
     async def _listen(self) -> None:
         """While calls wait, ask again when the bell rings."""
         while self._waiting:
             if await self._in_thread(self._caller.wait, BELL_S):
                 self._changed.set()
-
-    async def _ask(self) -> float:
-        """Ask for permits, and let calls begin; return the time until the next question."""
-        state = self._state
-        wanted = [turn.tokens for turn in islice(self._waiting, MOST_WANTED)]
-        try:
-            again_s, delays_s = await self._in_thread(self._caller.ask, replace(state), wanted)
-        except StoreUnavailable as error:  # the calls wait, as all that needs the server
-            self._outage.report(error.hint)
-            return BELL_S
-        self._outage.report("")
-        for delay_s in delays_s:
-            state.known += 1
-            if self._waiting:
-                asyncio.get_running_loop().call_later(delay_s, self._waiting.popleft().begin)
-            else:  # cancelled while the question was under way
-                state.ended += 1
-                self._changed.set()
-        return again_s
 
     def _in_thread(self, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

@@ -44,14 +44,14 @@ def is_loopback(host: str) -> bool:
 class HttpAnswer(NamedTuple):
     """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`.
 
-    `retry_after_s`: for how long a server that refuses asks to wait; None: it does not say.
+    `retry_after_s`: for how long a server that refuses asks to wait; 0: it does not say.
     """
 
     status: int
     body: bytes
     is_whole: bool
     location: str
-    retry_after_s: float | None = None
+    retry_after_s: float = 0.0
 
     @property
     def problem(self) -> str:
@@ -108,14 +108,14 @@ async def ask(
 LONGEST_REFUSAL_S = 3600.0
 
 
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); None: none."""
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); 0: none."""
     said = headers.get("Retry-After", "").strip()
     try:
         is_date = not said[:1].isdigit()
         left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
     except (TypeError, ValueError, OverflowError):
-        return None
+        return 0.0
     return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
 
 
@@ -147,15 +147,22 @@ class Service:
 
         Raises JudgeError after the last try.
         """
+        import aiohttp
+
         body, failed = orjson.dumps(question), 0
         while True:
+            limited = self.turns.turn(tokens) if self.turns else nullcontext()
             try:
-                answer = await self._ask_once(body, tokens)
-                if answer.status == TOO_MANY and self.turns:
-                    continue  # its turn comes when everybody may ask again
-                if answer.status in RETRIED:
-                    raise NoAnswer(f"status {answer.status}")
-                break
+                async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
+                    answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
+                    if turn and answer.status == TOO_MANY:  # asked again once everybody may ask
+                        turn.refused(answer.retry_after_s, f"{self.what} {answer.problem}")
+                        continue
+                    if turn and tokens and (used := _USAGE.search(answer.body)):
+                        turn.used(int(used[1]))
+                if answer.status not in RETRIED:
+                    break
+                raise NoAnswer(f"status {answer.status}")
             except NoAnswer as error:
                 failed += 1
                 if failed > self.retries:
@@ -172,15 +179,3 @@ class Service:
             return read_json(answer.body, f"the answer of {self.what}")
         except WireError as error:
             raise JudgeError(error.message) from error
-
-    async def _ask_once(self, body: bytes, tokens: int) -> HttpAnswer:
-        import aiohttp
-
-        limited = self.turns.turn(tokens) if self.turns else nullcontext()
-        async with limited as turn, aiohttp.ClientSession(headers=self.headers) as client:
-            answer = await ask(client, "POST", self.url, body, limit_s=self.timeout_s)
-            if turn and answer.status == TOO_MANY:
-                turn.refused(answer.retry_after_s, f"{self.what} {answer.problem}")
-            elif turn and tokens and (used := _USAGE.search(answer.body)):
-                turn.used(int(used[1]))
-            return answer

@@ -32,12 +32,9 @@ class CallLimit:
     at_once: int = 0
 
     def __str__(self) -> str:
-        numbers = {
-            "requests a minute": self.requests_per_minute,
-            "tokens a minute": self.tokens_per_minute,
-            "at once": self.at_once,
-        }
-        words = (f"{number} {unit}" for unit, number in numbers.items() if number)
+        numbers = (self.requests_per_minute, self.tokens_per_minute, self.at_once)
+        units = zip(numbers, ("requests a minute", "tokens a minute", "at once"), strict=True)
+        words = (f"{number} {unit}" for number, unit in units if number)
         return f"{self.name} ({', '.join(words)})"
 
 
@@ -64,14 +61,8 @@ class Caller:
         self._keys = Keys(limit.name, LIMITS)
         self._store = store.at(self._keys.prefix)
         self._id = new_nonce()
-        self._fixed: dict[str, Arg] = {
-            "caller": self._id,
-            "flow": flow,
-            "lease_ms": lease_ms,
-            "requests": limit.requests_per_minute,
-            "tokens": limit.tokens_per_minute,
-            "at_once": limit.at_once,
-        }
+        self._fixed: dict[str, Arg] = {"caller": self._id, "flow": flow, "lease_ms": lease_ms}
+        self._fixed |= {name: number for name, number in asdict(limit).items() if name != "name"}
 
     def ask(self, state: CallerState, wanted: Sequence[int]) -> tuple[float, list[float]]:
         """Report `state`, and ask for permits of calls that use `wanted` tokens each.

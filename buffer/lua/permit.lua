@@ -7,8 +7,8 @@
 -- ARGV caller    token
 -- ARGV flow      text..160        its run and task: each flow has one turn, then the next flow
 -- ARGV lease_ms  1..86_400_000    silence after which what the caller holds is free again
--- ARGV requests  0..              calls a minute; 0 = no limit
--- ARGV tokens    0..              tokens a minute; 0 = no limit
+-- ARGV requests_per_minute 0..    0 = no limit
+-- ARGV tokens_per_minute   0..    0 = no limit
 -- ARGV at_once   0..              calls in progress; 0 = no limit
 -- ARGV known     0..              permits that the caller has received
 -- ARGV ended     0..              those of them whose calls have ended
@@ -25,7 +25,7 @@ local patience_ms = lease_ms / 10  -- a caller that has left a permit unused for
 local now = now_ms()
 local mine = limit_records .. caller
 local fields = {'permitted', 'ended', 'unused', 'refused', 'times_ms', 'costs', 'flow'}
-local state = fields_of(limit, 'next_request_ms', 'next_token_ms', 'paused_ms', 'ahead_ms', 'in_use', 'turn', 'speed', 'speed_ms', 'refusals')
+local state = fields_of(limit, 'next_request_ms', 'next_token_ms', 'paused_ms', 'ahead_ms', 'in_use', 'turn', 'speed', 'speed_ms')
 local turn, in_use = num(state.turn), num(state.in_use)
 
 -- Runs may set a limit differently: the lowest that was set during the last lease counts. A missing one is infinite.
@@ -65,21 +65,15 @@ in_use = in_use + permitted - over - num(before.permitted) + num(before.ended)
 local furthest = now + num(state.ahead_ms)
 local next_request, next_token = math.min(num(state.next_request_ms), furthest), math.min(num(state.next_token_ms), furthest)
 local paused, speed = math.min(num(state.paused_ms), now + 86400000), tonumber(state.speed or 1)
-speed = math.min(1, speed + silence_ms(now, state.speed_ms or now) / 60000)
--- a caller that is not known has told no new ends
-local new = before.refused and refused - num(before.refused) or 0
-local refusals = before.ended and over - num(before.ended) > new and 0 or num(state.refusals)  -- in a row
-if new > 0 then
+if now >= paused then speed = math.min(1, speed + silence_ms(now, state.speed_ms or now) / 60000) end
+if before.refused and refused > num(before.refused) then
   -- calls that were on their way when the first one was refused do not count again
-  if now >= paused then
-    refusals = refusals + 1
-    speed = math.max(1 / 32, speed / 2)
-    redis.call('HSET', limit, 'speed', string.format('%.4f', speed), 'speed_ms', int(now))
-  end
-  paused = math.max(paused, now + math.max(pause_ms, math.min(500 * 2 ^ refusals, 60000)))
+  if now >= paused then speed = math.max(1 / 120, speed / 2) end
+  paused = math.max(paused, now + pause_ms, now + 500 / speed)
+  redis.call('HSET', limit, 'speed', string.format('%.4f', speed), 'speed_ms', int(paused))
 end
-local per_request = 60000 / (lowest('requests', requests) * SHARE * speed)
-local quota, slots = lowest('tokens', tokens), lowest('at_once', at_once)
+local per_request = 60000 / (lowest('requests', requests_per_minute) * SHARE * speed)
+local quota, slots = lowest('tokens', tokens_per_minute), lowest('at_once', at_once)
 if slots < math.huge then slots = math.max(1, math.floor(slots * speed)) end
 local function per_tokens(spent) return spent * 60000 / (math.max(spent, math.min(quota * SHARE, quota - spent)) * speed) end
 if before.unused then next_token = next_token - per_tokens(1) * (tonumber(unused) - num(before.unused)) end
@@ -137,7 +131,6 @@ end
 if #wanted == 0 and permitted == over then forget(caller) end
 if redis.call('ZCARD', limit_queue) == 0 then redis.call('UNLINK', limit_turns) end
 redis.call('HSET', limit, 'next_request_ms', string.format('%.3f', next_request), 'next_token_ms', string.format('%.3f', next_token),
-  'ahead_ms', int(math.max(0, math.ceil(math.max(next_request, next_token) - now))), 'paused_ms', int(paused), 'in_use', int(math.max(0, in_use)), 'turn', int(turn),
-  'refusals', int(refusals))
+  'ahead_ms', int(math.max(0, math.ceil(math.max(next_request, next_token) - now))), 'paused_ms', int(paused), 'in_use', int(math.max(0, in_use)), 'turn', int(turn))
 for _, key in ipairs({limit, limit_queue, limit_turns, limit_callers, mine}) do redis.call('PEXPIRE', key, 86400000) end
 return reply

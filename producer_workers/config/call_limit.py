@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from buffer.config.section import Count, Section
 from buffer.control.call_limit import CallLimit
-from producer_workers.config.sandbox import is_url
 
 if TYPE_CHECKING:
     from buffer.run.run import Run
@@ -52,20 +50,18 @@ class LimitSection(Section):
     """calls in progress; those of a worker that died are free again after its lease"""
 
     def problems(self) -> Iterator[str]:
-        if not (self.requests_per_minute or self.tokens_per_minute or self.at_once):
+        if not any(self._numbers):
             yield "set at least one of requests_per_minute, tokens_per_minute and at_once"
+
+    @property
+    def _numbers(self) -> tuple[int, int, int]:
+        return (self.requests_per_minute or 0, self.tokens_per_minute or 0, self.at_once or 0)
 
     def turns(self, run: Run, task: str, service: str) -> Turns:
         """Return the turns of a task's calls of a service: a URL, or another name."""
         from producer_workers.call_turns import Turns
 
         host = service.partition("://")[2].partition("/")[0].rpartition("@")[2]
-        name = self.name or (host if is_url(service) else f"{run.name}.{service}")
-        name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
-        limit = CallLimit(
-            name if len(name) <= 64 else blake2b(name.encode(), digest_size=16).hexdigest(),
-            self.requests_per_minute or 0,
-            self.tokens_per_minute or 0,
-            self.at_once or 0,
-        )
+        name = self.name or host or f"{run.name}.{service}"
+        limit = CallLimit(re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-64:], *self._numbers)
         return Turns(run.store, limit, f"{run.name} {task}", run.limits.lease_ms)

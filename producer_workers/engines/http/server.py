@@ -54,7 +54,7 @@ class ServerGone(ModelError):
 class TooManyRequests(GenerationError):
     """The server refused a request because of a limit of its own."""
 
-    retry_after_s: float | None = None
+    retry_after_s = 0.0
 
 
 class ServerAway(ServerGone):

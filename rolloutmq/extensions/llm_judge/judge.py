@@ -60,7 +60,7 @@ class LlmJudge(Judge):
         (state,) = states
         asked = question(self._section.rubric, self._section.points, state)
         share = int(digest_of(asked.messages)[:8], 16) / 16**8
-        times = self._section.repeats if share < self._section.repeat_share else 1
+        times = 2 if share < self._section.repeat_share else 1
         verdicts = await asyncio.gather(*(self._verdict(asked, n) for n in range(times)))
         state.extra[FEEDBACK] = verdicts[0].reason
         values = [verdict.value for verdict in verdicts]
@@ -71,34 +71,34 @@ class LlmJudge(Judge):
         """Return the share of wins of each response, and how often the order decided."""
         everybody = range(len(states))
         chance = Random(digest_of([state.response for state in states]))
-        most = self._section.opponents or len(states)
+        most = min(self._section.opponents or len(states), len(states) - 1)
         pairs = {
-            tuple(sorted((one, other)))
+            (min(one, other), max(one, other))
             for one in everybody
-            for other in chance.sample(
-                [n for n in everybody if n != one], min(most, len(states) - 1)
-            )
+            for other in chance.sample([n for n in everybody if n != one], most)
         }
         orders = [order for a, b in sorted(pairs) for order in ((a, b), (b, a))]
         asked = [question(self._section.rubric, 0, states[a], states[b]) for a, b in orders]
-        found = await asyncio.gather(*(self._verdict(each, 0) for each in asked))
+        found = await asyncio.gather(*(self._verdict(each) for each in asked))
         wins, swaps = defaultdict(list), defaultdict(list)
-        said: dict[int, list[str]] = defaultdict(list)
-        for (a, b), verdict in zip(orders, found, strict=True):
-            wins[a].append(verdict.value)
-            wins[b].append(1 - verdict.value)
-            said[a].append(f"#{states[a].index} (A), #{states[b].index} (B): {verdict.reason}")
         for (a, b), there, back in zip(orders[::2], found[::2], found[1::2], strict=True):
+            value = (there.value + 1 - back.value) / 2
+            wins[a].append(value)
+            wins[b].append(1 - value)
             for one in (a, b):
                 swaps[one].append(abs(there.value - 1 + back.value))
         for n, state in enumerate(states):
-            state.extra[FEEDBACK] = "\n".join(said[n])
+            state.extra[FEEDBACK] = "\n".join(
+                f"#{state.index} (A), #{states[b].index} (B): {verdict.reason}"
+                for (a, b), verdict in zip(orders, found, strict=True)
+                if a == n
+            )
         return [
             {"score": mean(wins[n] or [0.5]), "disagreement": mean(swaps[n] or [0.0])}
             for n in everybody
         ]
 
-    async def _verdict(self, asked: Question, number: int) -> Verdict:
+    async def _verdict(self, asked: Question, number: int = 0) -> Verdict:
         """Return the verdict on a question; `number` tells its repetitions apart."""
         section = self._section
         body: dict[str, Any] = {
@@ -121,12 +121,11 @@ class LlmJudge(Judge):
             try:
                 verdict = asked.read(said)
             except VerdictUnreadable:
-                again = [
-                    {"role": "assistant", "content": said},
-                    {"role": "user", "content": JSON_AGAIN},
-                ]
-                said = await self._say({**body, "messages": [*asked.messages, *again]})
-                verdict = asked.read(said)
+                again = [("assistant", said), ("user", JSON_AGAIN)]
+                more = [{"role": role, "content": text} for role, text in again]
+                verdict = asked.read(
+                    await self._say({**body, "messages": [*asked.messages, *more]})
+                )
             kept = orjson.dumps([*verdict])
             return verdict
         finally:  # an answer without a verdict has used tokens, too

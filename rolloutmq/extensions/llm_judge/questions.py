@@ -7,6 +7,7 @@ by a mark that depends on all of them, so that none can contain it.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import orjson
@@ -24,6 +25,7 @@ SYSTEM = (
 )
 GRADE = "a grade from 0 (worst) to {points} (best)"
 BETTER = 'which response is better: "A", "B" or "tie"'
+WINS = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of A
 
 JSON_AGAIN = "That was not the JSON that was asked for. Answer with the JSON object only."
 
@@ -45,33 +47,29 @@ class Question(NamedTuple):
     points: int
 
     @property
+    def field(self) -> str:
+        return "grade" if self.points else "better"
+
+    @property
     def schema(self) -> dict[str, Any]:
-        asked: dict[str, Any] = {"type": "string", "enum": ["A", "B", "tie"]}
+        asked: dict[str, Any] = {"type": "string", "enum": [*WINS]}
         if self.points:
             asked = {"type": "integer", "minimum": 0, "maximum": self.points}
         properties = {"reason": {"type": "string"}, self.field: asked}
         form = {"type": "object", "properties": properties, "required": [*properties]}
         return form | {"additionalProperties": False}
 
-    @property
-    def field(self) -> str:
-        return "grade" if self.points else "better"
-
     def read(self, text: str) -> Verdict:
         """Return the verdict in an answer. Raises VerdictUnreadable."""
         said = without_thoughts(text) or ""
         for start in reversed([match.start() for match in re.finditer(r"\{", said)][-50:]):
-            try:
+            with suppress(ValueError):
                 found = orjson.loads(said[start : said.rindex("}") + 1])
-            except ValueError:
-                continue
-            value = found.get(self.field)
-            if not self.points and value in ("A", "B", "tie"):
-                return Verdict(
-                    {"A": 1.0, "tie": 0.5, "B": 0.0}[value], str(found.get("reason", ""))
-                )
-            if self.points and type(value) in (int, float) and 0 <= value <= self.points:
-                return Verdict(value / self.points, str(found.get("reason", "")))
+                value = found.get(self.field)
+                if self.points and type(value) in (int, float) and 0 <= value <= self.points:
+                    return Verdict(value / self.points, str(found.get("reason", "")))
+                if not self.points and value in [*WINS]:
+                    return Verdict(WINS[value], str(found.get("reason", "")))
         raise VerdictUnreadable(
             f"the judging model gave no verdict: {text[-200:]!r}",
             hint="see [tasks.<name>.llm] max_tokens (its thoughts count, too), structured, rubric",
@@ -88,19 +86,17 @@ def question(
     }
     if state.ground_truth is not None:
         parts["reference answer"] = str(state.ground_truth)
-    parts |= (
-        {"response": state.response}
-        if other is None
-        else {"response A": state.response, "response B": other.response}
-    )
+    if other is None:
+        parts["response"] = state.response
+    else:
+        parts |= {"response A": state.response, "response B": other.response}
     mark = f"=={digest_of(parts)[:16]}=="
     form = '{"reason": "…", "grade": 0}' if points else '{"reason": "…", "better": "tie"}'
     task = GRADE.format(points=points) if points else BETTER
     system = SYSTEM.format(rubric=rubric.strip(), mark=mark, task=task, form=form)
     user = "\n\n".join(f"{name}:\n{mark}\n{text}\n{mark}" for name, text in parts.items())
-    return Question(
-        [{"role": "system", "content": system}, {"role": "user", "content": user}], points
-    )
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return Question(messages, points)
 
 
 def _text(content: Any) -> str:

@@ -45,11 +45,9 @@ class LlmSection(Section, AttachedJudge):
     """most tokens of a verdict, thoughts included"""
     temperature: float = Field(0.0, ge=0, le=2)
     """of its sampling; 0 is greedy"""
-    repeats: int = Field(2, ge=2, le=16)
-    """verdicts on each response of `repeat_share`"""
     repeat_share: float = Field(0.05, ge=0, le=1)
-    """share of the responses that are judged `repeats` times: their score is the mean, and
-    `disagreement` in their reward is the largest difference; 0: none
+    """mode rubric: share of the responses that are judged twice: their score is the mean, and
+    `disagreement` in their reward the difference; 0: none
     """
     structured: bool = True
     """ask for an answer by JSON schema (`response_format`); false for APIs that refuse it: the

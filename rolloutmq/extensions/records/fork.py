@@ -119,7 +119,7 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
             if file.is_file() and (number is None or int(number[1]) <= step):
                 (folder / name).mkdir(exist_ok=True)
                 link_file(file, folder / name / file.name)
-    (folder / CONFIG).write_text("\n".join(toml_lines(tree)), encoding="utf-8")
+    (folder / CONFIG).write_text("\n".join([*toml_lines(tree), ""]), encoding="utf-8")
     return config
 
 

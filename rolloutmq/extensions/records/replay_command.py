@@ -158,12 +158,9 @@ def _replay(
     note = "" if given else f"the run keeps no checkpoint of step {end} to compare with"
     shown = [*_verdict(end, differing, tensor, note)]
     for number in sorted({*other_ranks.values()}):
-        what = (
-            f"steps were trained on {number} ranks, and this replay has {ranks.size}: numbers "
-            "differ in the last digits; for as many ranks, start it with torchrun "
-            f"--nproc-per-node {number} -m rolloutmq replay …"
-        )
-        shown.append(marked("note", what))
+        what = f"last digits differ: {number} ranks trained steps that {ranks.size} trained here"
+        as_many = f"to be equal: torchrun --nproc-per-node {number} -m rolloutmq replay …"
+        shown.append(marked("note", what, as_many))
     if kept:
         look = f"rolloutmq web --run-dir {kept}"
         shown.append(Text(f"{kept} has curves, samples and a checkpoint: {look}"))

@@ -128,7 +128,7 @@ def test_pairwise_score_is_the_share_of_wins_and_a_favourite_place_shows() -> No
 
 def test_disagreement_of_the_judge_with_itself_is_measured_on_a_share() -> None:
     with judging_model(lambda _, n: grade(n % 2 * 10)) as model:
-        judge = judge_of(model.url, repeat_share=0.3, repeats=2)
+        judge = judge_of(model.url, repeat_share=0.3)
         rewards = judged(judge, rollouts(*map(str, range(60))))
     repeated = [reward for reward in rewards if "disagreement" in reward]
     assert 5 < len(repeated) < 35
