@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -40,12 +41,10 @@ class CallTurn:
     """One call. `tokens`: those that it may use at most."""
 
     tokens: int
+    begins: asyncio.Future[None]
     unused: int = 0
     reason: str = ""  # of a service that refused it, and
     pause_s: float = 0.0  # for how long that wants no further call
-    begins: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
 
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens
@@ -69,7 +68,7 @@ class Turns:
         self.limit = limit
         self._caller = Caller(store, limit, flow, lease_ms)
         self._state = CallerState()
-        self._waiting: deque[CallTurn] = deque()
+        self.waiting: deque[CallTurn] = deque()  # any thread may take its length
         self._changed = asyncio.Event()
         self._asks: asyncio.Task[None] | None = None
         self._bell: asyncio.Task[None] | None = None
@@ -78,11 +77,6 @@ class Turns:
         self.refused_at: float | None = None
         """monotonic time since which the service has refused every call; any thread may read it"""
         _all.add(self)
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of calls that wait. Any thread may call it."""
-        return len(self._waiting)
 
     @asynccontextmanager
     async def turn(self, tokens: int = 0, request: str = "") -> AsyncIterator[CallTurn]:
@@ -95,8 +89,8 @@ class Turns:
                 f"a call of {tokens} tokens cannot be made under the limit {self.limit}",
                 hint="shorten what is asked, or raise tokens_per_minute",
             )
-        turn = CallTurn(tokens)
-        self._waiting.append(turn)
+        turn = CallTurn(tokens, asyncio.get_running_loop().create_future())
+        self.waiting.append(turn)
         self._ask_soon()
         with LimitedWork(is_waiting=True, request=request) as call:
             try:
@@ -107,20 +101,21 @@ class Turns:
                 self._end(turn)
 
     def _end(self, turn: CallTurn) -> None:
+        if turn in self.waiting:
+            self.waiting.remove(turn)
+            self._changed.set()
+            return
         state = self._state
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-        else:
-            state.ended += 1
-            state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
-            if turn.reason:
-                state.refused += 1
-                state.pause_ms = round(1000 * turn.pause_s)
-                self.refused_at = self.refused_at or time.monotonic()
-                self._refusal.report("refused", turn.reason)
-            elif not turn.begins.cancelled():
-                self.refused_at = None
-                self._refusal.report("")
+        state.ended += 1
+        state.unused += turn.tokens if turn.begins.cancelled() else turn.unused
+        if turn.reason:
+            state.refused += 1
+            state.pause_ms = round(1000 * turn.pause_s)
+            self.refused_at = self.refused_at or time.monotonic()
+            self._refusal.report("refused", turn.reason)
+        elif not turn.begins.cancelled():
+            self.refused_at = None
+            self._refusal.report("")
         self._ask_soon()
 
     def _ask_soon(self) -> None:
@@ -133,44 +128,46 @@ class Turns:
         again_s = 0.0
         while again_s or self._changed.is_set():
             self._changed.clear()
-            state, wanted = replace(self._state), [turn.tokens for turn in self._waiting]
+            state, wanted = replace(self._state), [turn.tokens for turn in self.waiting]
+            ask = partial(self._caller.ask, state, wanted[:MOST_WANTED])
             try:
-                again_s, delays_s = await self._in_thread(
-                    self._caller.ask, state, wanted[:MOST_WANTED]
-                )
+                again_s, delays_s = await self._in_thread(ask)
             except StoreUnavailable:  # the calls wait, as all that needs the server
                 again_s, delays_s = BELL_S, []
             except RolloutMQError as error:  # no repetition helps
-                for turn in self._waiting:
+                for turn in self.waiting:
                     turn.begin(error)
                 return
             for delay_s in delays_s:
                 self._state.known += 1
-                if self._waiting:
-                    asyncio.get_running_loop().call_later(delay_s, self._waiting.popleft().begin)
+                if self.waiting:
+                    asyncio.get_running_loop().call_later(delay_s, self.waiting.popleft().begin)
                 else:  # cancelled while the question was under way
                     self._state.ended += 1
                     self._changed.set()
-            if self._waiting and (self._bell is None or self._bell.done()):
+            if self.waiting and (self._bell is None or self._bell.done()):
                 self._bell = asyncio.create_task(self._listen())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), again_s)
 
     async def _listen(self) -> None:
         """While calls wait, ask again when the bell rings."""
-        while self._waiting:
-            if await self._in_thread(self._caller.wait, BELL_S):
+        while self.waiting:
+            if await self._in_thread(partial(self._caller.wait, BELL_S)):
                 self._changed.set()
 
-    def _in_thread(self, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+    def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 def reported() -> dict[str, Any]:
     """Return the fields of a heartbeat about calls of this process that wait."""
     now = time.monotonic()
-    waiting = [turns for turns in list(_all) if turns.waiting]
-    waits = [(now - (each.refused_at or now), each.waiting, str(each.limit)) for each in waiting]
+    waits = [
+        (now - (each.refused_at or now), len(each.waiting), str(each.limit))
+        for each in list(_all)
+        if each.waiting
+    ]
     refused_s, _, limit = max(waits, default=(0.0, 0, ""))
     return {
         "quota_waits": sum(calls for _, calls, _ in waits),

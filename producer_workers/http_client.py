@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import orjson
 
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpAnswer(NamedTuple):
-    """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`.
+    """What a server answered. `body` is cut if not `is_whole`; that of a redirection says where to.
 
     `retry_after_s`: for how long a server that refuses asks to wait; 0: it does not say.
     """
@@ -50,17 +50,17 @@ class HttpAnswer(NamedTuple):
     status: int
     body: bytes
     is_whole: bool
-    location: str
     retry_after_s: float = 0.0
+
+    @classmethod
+    def of(cls, answer: aiohttp.ClientResponse, body: bytes, *, is_whole: bool = True) -> Self:
+        if answer.status // 100 == 3 and (location := answer.headers.get("Location")):
+            body = f"it points to {location:.200}; set this address if you trust it".encode()
+        return cls(answer.status, body, is_whole, retry_after_s(answer.headers))
 
     @property
     def problem(self) -> str:
         """Return why the answer cannot be used, behind the name of its server; "" if it can."""
-        if self.location and self.status // 100 == 3:
-            return (
-                f"answered {self.status} and points to {self.location:.200}: redirections are not "
-                "followed, so set this address if you trust it"
-            )
         if not 200 <= self.status < 300:
             said = self.body[:LONGEST_REASON].decode(errors="replace")
             return f"refused with status {self.status}: {said}"
@@ -100,23 +100,21 @@ async def ask(
         raise NoAnswer(f"no answer within its limit of {limit_s:g} s") from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise NoAnswer(f"{type(error).__name__}: {error}") from error
-    location = answer.headers.get("Location", "")
-    pause_s = retry_after_s(answer.headers)
-    return HttpAnswer(answer.status, bytes(body[:most]), len(body) <= most, location, pause_s)
-
-
-LONGEST_REFUSAL_S = 3600.0
+    return HttpAnswer.of(answer, bytes(body[:most]), is_whole=len(body) <= most)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3); 0: none."""
+    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3), at most an hour.
+
+    0: it says none, or nothing that makes sense.
+    """
     said = headers.get("Retry-After", "").strip()
     try:
         is_date = not said[:1].isdigit()
         left_s = parsedate_to_datetime(said).timestamp() - time.time() if is_date else float(said)
     except (TypeError, ValueError, OverflowError):
         return 0.0
-    return min(max(left_s, 0.0), LONGEST_REFUSAL_S)
+    return min(max(left_s, 0.0), 3600.0)
 
 
 TOO_MANY = 429

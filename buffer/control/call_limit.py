@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from buffer.ids import new_nonce
 from buffer.redis.keys import LIMITS, Keys
@@ -22,8 +23,7 @@ MOST_WANTED = 64
 """Calls for which one caller waits at the server at once; further ones wait in the caller."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallLimit:
+class CallLimit(NamedTuple):
     """A quota, by its name. 0: without this limit."""
 
     name: str
@@ -32,8 +32,7 @@ class CallLimit:
     at_once: int = 0
 
     def __str__(self) -> str:
-        numbers = (self.requests_per_minute, self.tokens_per_minute, self.at_once)
-        units = zip(numbers, ("requests a minute", "tokens a minute", "at once"), strict=True)
+        units = zip(self[1:], ("requests a minute", "tokens a minute", "at once"), strict=True)
         words = (f"{number} {unit}" for number, unit in units if number)
         return f"{self.name} ({', '.join(words)})"
 
@@ -62,7 +61,8 @@ class Caller:
         self._store = store.at(self._keys.prefix)
         self._id = new_nonce()
         self._fixed: dict[str, Arg] = {"caller": self._id, "flow": flow, "lease_ms": lease_ms}
-        self._fixed |= {name: number for name, number in asdict(limit).items() if name != "name"}
+        self._fixed |= limit._asdict()
+        del self._fixed["name"]
 
     def ask(self, state: CallerState, wanted: Sequence[int]) -> tuple[float, list[float]]:
         """Report `state`, and ask for permits of calls that use `wanted` tokens each.

@@ -280,15 +280,16 @@ class Account:
         On a live run a count is a range: what comes or goes meanwhile may be missed.
         """
         memory = Memory(self._context)
-        before, tokens = memory.count(), self.tokens()
+        before, then = memory.count(), self.tokens()
         yield from groups.damage(advance)
         yield from groups.orphans()
         after = memory.count()
         for task, now in self.tokens().items():
-            most = now.sampled - tokens[task].ended
-            least, made = tokens[task].sampled - now.ended, groups.made[task]
+            sampled, made = now.total - now.reported, groups.made[task]
+            known = then[task].total - then[task].reported
+            least, most = known - now.ended, sampled - then[task].ended
             if not least <= made <= most:
-                counted = tokens[task].sampled - tokens[task].ended
+                counted = known - then[task].ended
                 text = f"{task}: {counted} sampled tokens are counted in groups, "
                 text += f"but their records add up to {made} ({least} to {most} expected)"
                 yield Damage(text, self._keys.progress(task))

@@ -9,78 +9,62 @@ A group takes its tokens along in the scripts that move it (`lua/shared/tokens.l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 from buffer.redis.key_table import TOKEN_ROWS
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
-USED = ("trained", "evaluated")
-"""Rows of tokens that served what they were sampled for."""
-
 MOST_GROUPS = 5000
 """Groups that wait, run or are taken, which are read one by one, in 10 ms of the server."""
-
-MOST_WORKERS = 50_000  # ten times the largest fleet that was measured (benchmarks/README.md)
-
-_COUNTED = ("sampled", "prompt", "again", *TOKEN_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """Tokens of one task, or of all.
+    """Tokens of one task, or of all: `table` has them by row, and by stage where they are in none.
 
-    `sampled`: in groups and rows. `reported`: beside these, with workers, as their last heartbeats
-    said. `stages`: all that is in no row. `prompt`: read by the engines, `again` after resumes.
+    `reported`: those of `running` that are in no group, as workers' last heartbeats said. Beside
+    the table: `prompt`, read by the engines, `again` after resumes.
     """
 
-    sampled: int
-    reported: int
-    rows: Mapping[str, int]
-    stages: Mapping[str, int]
+    table: Counter[str] = field(default_factory=Counter)
+    reported: int = 0
     prompt: int = 0
     again: int = 0
 
     @property
     def ended(self) -> int:
-        return sum(self.rows.values())
+        return sum(self.table[row] for row in TOKEN_ROWS)
 
     @property
     def total(self) -> int:
-        return self.sampled + self.reported
+        return self.table.total()
 
-    @property
-    def table(self) -> dict[str, int]:
-        """Return all rows, stages too; their sum is `total`."""
-        return {**self.rows, **self.stages}
-
-    @classmethod
-    def of_all(cls, accounts: Sequence[TokenAccount]) -> TokenAccount:
-        rows, stages = Counter[str](), Counter[str]()
-        for account in accounts:
-            rows.update(account.rows)
-            stages.update(account.stages)
-        counts = ("sampled", "reported", "prompt", "again")
-        sums = {n: sum(getattr(a, n) for a in accounts) for n in counts}
-        return cls(rows=rows, stages=stages, **sums)
+    def __add__(self, other: TokenAccount) -> TokenAccount:
+        table = self.table.copy()
+        table.update(other.table)
+        sums = (self.reported + other.reported, self.prompt + other.prompt)
+        return TokenAccount(table, *sums, self.again + other.again)
 
 
 def read_tokens(store: Store, keys: Keys, tasks: Sequence[str]) -> dict[str, TokenAccount]:
     """Return the accounts of some tasks, as of one instant for all."""
-    fields = " ".join(f"tokens_{name}" for name in _COUNTED)
-    args: dict[str, Arg] = {"fields": fields, "limit": MOST_GROUPS, "worker_limit": MOST_WORKERS}
+    fields = " ".join(f"tokens_{name}" for name in ("sampled", "prompt", "again", *TOKEN_ROWS))
+    args: dict[str, Arg] = {"fields": fields, "limit": MOST_GROUPS}
     reply = store.call("tokens", keys.slots(), args, [keys.slots(task=t) for t in tasks], tasks)
-    numbers, found = iter(reply[1:]), {}
+    numbers, found = map(int, reply[1:]), {}
     for task in tasks:
-        sampled, prompt, again = (int(next(numbers)) for _ in range(3))
-        rows = {name: int(next(numbers)) for name in TOKEN_ROWS}
-        reported, waiting, running, taken = (int(next(numbers)) for _ in range(4))
-        rest = sampled - sum(rows.values())
+        sampled, prompt, again = islice(numbers, 3)
+        table = Counter(dict(zip(TOKEN_ROWS, numbers, strict=False)))
+        reported, waiting, running, taken = islice(numbers, 4)
+        rest = sampled - table.total()
         stages = {"in_groups": rest, "running": reported}
         if running >= 0:  # else they are too many
             stages = {"waiting": waiting, "running": running + reported, "taken": taken}
             stages["pool"] = rest - waiting - running - taken
-        found[task] = TokenAccount(sampled, reported, rows, stages, prompt, again)
+        table.update(stages)
+        found[task] = TokenAccount(table, reported, prompt, again)
     return found

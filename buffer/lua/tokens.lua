@@ -6,7 +6,6 @@
 -- KEYS progress, jobs_eval, jobs_resume  HASH, STREAM, STREAM x0..256  of each task
 -- ARGV fields text..1024   of `progress`, with spaces between
 -- ARGV limit  1..1_000_000 groups that are read at most
--- ARGV worker_limit 1..1_000_000 workers, all of whose reports are read
 -- ARGV task   name xKEYS
 -- replies OK, then of each task: these fields, what workers reported and no group or row has, then 3 numbers of tokens, of
 --       groups that wait, run and are taken, all -1 if these are more groups than the limit
@@ -40,9 +39,8 @@ for name, ledger in pairs({train = ledger_train, eval = ledger_eval}) do
     for _, line in ipairs(redis.call('LRANGE', batch, 1, -1)) do add(string.match(line, '^%S+'), 'taken') end
   end
 end
-for _, worker in ipairs(redis.call('ZRANGE', workers, 0, worker_limit - 1)) do
-  local worker_tokens = worker_tokens_of .. worker
-  local totals = redis.call('HGETALL', worker_tokens)
+for _, worker in ipairs(redis.call('ZRANGE', workers, 0, 49999)) do  -- ten times the largest fleet that was measured
+  local totals = redis.call('HGETALL', worker_tokens_of .. worker)
   for i = 1, #totals, 2 do
     local heard, accounted = string.match(totals[i + 1], '^(%d+) (%d+)$')
     local of = heard and counts[totals[i]]

@@ -291,7 +291,7 @@ def held_out_falls(run: Window) -> Iterator[LearningFinding]:
                 f"{last}, while the reward rose from {reward.early:.2g} to {reward.late:.2g}: the "
                 "judge is exploited, or the prompts are learned by heart",
                 "read what gets a high reward; make the judge stricter, use more prompts, kl_coef; "
-                f"go back to the checkpoint of step {first}",
+                f"continue from step {first}",
                 first,
                 ("eval/accuracy", "rewards/mean", f"rolloutmq batch {run.steps[-1].step}"),
                 task=task,
@@ -315,7 +315,7 @@ def length_bias(run: Window) -> Iterator[LearningFinding]:
                 f"task {task} learns to be short: what is trained has {ratio['mean']:.0%} of the "
                 f"mean length of what was started, and {ratio['tail']:.0%} of its longest "
                 f"twentieth; lost most often: {cause}",
-                LOSSES.get(cause, "").replace("TASK", task),
+                LOSSES.get(cause, "compare started_len with trained_len").replace("TASK", task),
                 series.since(partial(np.greater, least), 1) or run.steps[-1].step,
                 (f"length_bias/mean/{task}", f"length_bias/tail/{task}"),
                 task=task,

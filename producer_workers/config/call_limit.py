@@ -42,26 +42,25 @@ class LimitSection(Section):
     """runs on one server whose limits have the same name share the quota, for example that of an
     account; default: the host of the service's URL, or else the run and the task
     """
-    requests_per_minute: Count | None = Field(None, ge=1)
-    """calls in any minute, evenly spread"""
-    tokens_per_minute: Count | None = Field(None, ge=1)
-    """tokens of prompts and answers in any minute, of calls that know theirs (judge `llm`)"""
-    at_once: Count | None = Field(None, ge=1)
-    """calls in progress; those of a worker that died are free again after its lease"""
+    requests_per_minute: Count = Field(0, ge=0)
+    """calls in any minute, evenly spread; 0: no limit"""
+    tokens_per_minute: Count = Field(0, ge=0)
+    """tokens of prompts and answers in any minute, of calls that know theirs (judge `llm`); 0: no
+    limit
+    """
+    at_once: Count = Field(0, ge=0)
+    """calls in progress; those of a worker that died are free again after its lease; 0: no limit"""
 
     def problems(self) -> Iterator[str]:
-        if not any(self._numbers):
+        if not (self.requests_per_minute or self.tokens_per_minute or self.at_once):
             yield "set at least one of requests_per_minute, tokens_per_minute and at_once"
-
-    @property
-    def _numbers(self) -> tuple[int, int, int]:
-        return (self.requests_per_minute or 0, self.tokens_per_minute or 0, self.at_once or 0)
 
     def turns(self, run: Run, task: str, service: str) -> Turns:
         """Return the turns of a task's calls of a service: a URL, or another name."""
         from producer_workers.call_turns import Turns
 
         host = service.partition("://")[2].partition("/")[0].rpartition("@")[2]
-        name = self.name or host or f"{run.name}.{service}"
-        limit = CallLimit(re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-64:], *self._numbers)
+        name = re.sub(r"[^\w.-]", "_", self.name or host or f"{run.name}.{service}", flags=re.ASCII)
+        numbers = (self.requests_per_minute, self.tokens_per_minute, self.at_once)
+        limit = CallLimit(name[-64:], *numbers)
         return Turns(run.store, limit, f"{run.name} {task}", run.limits.lease_ms)

@@ -170,12 +170,14 @@ def _sum(
 class HttpJudge(Judge):
     """Judges at one URL. `judging` limits the time of an answer and the number of retries."""
 
-    def __init__(self, url: str, judging: JudgingSection) -> None:
-        what = f"judge {url}"
-        import_extra("aiohttp", what)  # at the start, not later
+    def __init__(
+        self, url: str, judging: JudgingSection, *, what: str = "", headers: Mapping[str, str] = {}
+    ) -> None:
         self.name = url
+        what = what or f"judge {url}"
+        import_extra("aiohttp", what)  # at the start, not later
         hint = "check the service, or raise [tasks.<name>.judging] timeout_s"
-        self._service = Service(what, url, judging.timeout_s, judging.retries, hint)
+        self._service = Service(what, url, judging.timeout_s, judging.retries, hint, headers)
 
     def under(self, turns: Turns) -> Judge:
         self._service = replace(self._service, turns=turns)

@@ -61,7 +61,7 @@ async def test_a_group_whose_judge_waits_longer_than_its_time_limit_is_completed
     async with taken_quota(yard) as (turns, held):
         judge = FunctionJudge("test", score).under(turns)
         async with yard.working(yard.worker(judge=judge, group_time_limit_s=LIMIT_S)):
-            await yard.until(lambda: turns.waiting == 2)
+            await yard.until(lambda: len(turns.waiting) == 2)
             await asyncio.sleep(1.5 * LIMIT_S)
             await held.aclose()
             await yard.until_stages(completed=1)
@@ -151,14 +151,14 @@ async def test_a_live_session_that_waits_longer_than_its_limit_goes_on_also_afte
         opened = await post("/sessions", {})
         (key,) = (each["key"] for each in opened["sessions"])
         asking = asyncio.create_task(post("/v1/chat/completions", {"messages": question}))
-        await yard.until(lambda: engine.turns.waiting == 1)
+        await yard.until(lambda: len(engine.turns.waiting) == 1)
         await asyncio.sleep(1.5 * LIMIT_S)
         assert yard.stages() == {"running": 1}
         yard.control(Mode.ABORT)
         await yard.until_stages(aborted=1)
         yard.control(Mode.RUN)
         assert yard.reissue() == 1
-        await yard.until(lambda: engine.turns.waiting == 1)
+        await yard.until(lambda: len(engine.turns.waiting) == 1)
         await held.aclose()
         assert "choices" in await asking
         assert await post(f"/sessions/{key}/reward", {"score": 1.0}) == {"status": "ended"}

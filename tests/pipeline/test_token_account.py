@@ -57,5 +57,5 @@ async def test_a_worker_that_was_given_up_and_comes_back_is_counted_once(yard: Y
         await yard.until_generating(engine, 6)
         engine.let_go()
         await yard.until_stages(completed=3)
-    assert yard.run.account.tokens()[TASK].rows["lost"] > 0
+    assert yard.run.account.tokens()[TASK].table["lost"] > 0
     yard.check()

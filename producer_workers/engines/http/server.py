@@ -23,7 +23,6 @@ from producer_workers.http_client import (
     TOO_MANY,
     HttpAnswer,
     ask,
-    retry_after_s,
 )
 
 T = TypeVar("T")
@@ -170,13 +169,11 @@ class CompletionServer:
             ) as response:
                 if response.status != 200:
                     said = await response.content.read(LONGEST_REASON)
-                    refused = HttpAnswer(
-                        response.status, said, True, response.headers.get("Location", "")
-                    )
+                    refused = HttpAnswer.of(response, said)
                     kind = TooManyRequests if response.status == TOO_MANY else GenerationError
                     refusal = kind(f"{self.url} {refused.problem}")
                     if isinstance(refusal, TooManyRequests):
-                        refusal.retry_after_s = retry_after_s(response.headers)
+                        refusal.retry_after_s = refused.retry_after_s
                     raise refusal
                 async for data in event_data(response.content.iter_any(), MAX_EVENT_BYTES):
                     if data == b"[DONE]":

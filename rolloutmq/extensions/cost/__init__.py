@@ -21,7 +21,7 @@ class CostSection(AttachedSection):
     """price of an hour of one GPU of the trainer"""
     judge_gpu_hour: float = Field(0.0, ge=0, le=1e9)
     """price of an hour of one GPU for judges"""
-    judge_gpus: Count = 1
+    judge_gpus: Count = Field(1, ge=1)
     """GPUs for judges, in all, if `judge_gpu_hour` is set; paid from the first train step on"""
     million_sampled_tokens: float = Field(0.0, ge=0, le=1e9)
     """price of a million tokens that a hosted policy model samples"""

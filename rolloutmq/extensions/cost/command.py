@@ -43,7 +43,7 @@ def cost(target: Target) -> Output:
     """
     accounts, uses = target.run.account.tokens(), judge_use(target.run)
     numbers = {task: _numbers(each, uses.get(task, JudgeUse())) for task, each in accounts.items()}
-    whole = _numbers(TokenAccount.of_all([*accounts.values()]), sum(uses.values(), JudgeUse()))
+    whole = _numbers(sum(accounts.values(), TokenAccount()), sum(uses.values(), JudgeUse()))
     found = _costs(target.run_dir)
     document = {"tokens": numbers, "all": whole, "cost": found}
     return Output(document, [_tokens_shown(numbers, whole), _costs_shown(found)])
@@ -51,10 +51,9 @@ def cost(target: Target) -> Output:
 
 def _numbers(account: TokenAccount, judges: JudgeUse) -> dict[str, int]:
     """Return the rows of an account, and then what is in none."""
-    sums = (account.total, account.prompt, account.again)
-    return account.table | dict(
-        zip(BESIDE, (*sums, judges.prompt_tokens, judges.completion_tokens), strict=True)
-    )
+    beside = (account.total, account.prompt, account.again)
+    numbers = (*beside, judges.prompt_tokens, judges.completion_tokens)
+    return {**account.table, **dict(zip(BESIDE, numbers, strict=True))}
 
 
 def _costs(folder: Path | None) -> dict[str, Any]:

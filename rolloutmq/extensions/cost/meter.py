@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer.control.events import CURRENCY
 from buffer.groups.verdicts import JudgeUse, use_by_task
-from buffer.ledger.tokens import USED, TokenAccount
+from buffer.ledger.tokens import TokenAccount
 from buffer.manifest import Manifest
 from buffer.observers import Observer
 from buffer.run.run import Run
@@ -24,8 +24,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.extensions.cost import CostSection
 
 MEAN_STEPS = 20  # newest steps whose mean cost predicts the next ones
-PAID = ("worker", "trainer", "judge")  # hours of GPUs
-HOURS = (*PAID, "worker_busy", "trainer_wait")
+HOURS = ("worker", "worker_busy", "trainer", "trainer_wait", "judge")  # of GPUs
 HOUR_MS = 3.6e6
 
 
@@ -63,7 +62,8 @@ class CostMeter(Observer):
         now, hours = time.monotonic(), self._hours
         hours["trainer"] += (now - self._trained_at) / 3600 * self._trainer_gpus
         self._trained_at = now
-        tokens = TokenAccount.of_all([*self._run.account.tokens().values()])
+        tokens = sum(self._run.account.tokens().values(), TokenAccount())
+        trained = tokens.table["trained"]
         before, self._total = self._total, self._price(tokens)
         self._costs.append(max(0.0, self._total - before))
         found = {f"tokens/{row}": float(number) for row, number in tokens.table.items() if number}
@@ -79,8 +79,9 @@ class CostMeter(Observer):
         if hours["worker"]:
             found["cost/idle_workers"] = max(0.0, 1 - hours["worker_busy"] / hours["worker"])
         if tokens.ended:
-            found["cost/never_trained"] = 1 - sum(map(tokens.rows.__getitem__, USED)) / tokens.ended
-        if trained := tokens.rows["trained"]:
+            used = trained + tokens.table["evaluated"]
+            found["cost/never_trained"] = 1 - used / tokens.ended
+        if trained:
             found["cost/million_trained"] = self._total / trained * 1e6
         return found
 
@@ -105,7 +106,7 @@ class CostMeter(Observer):
 
     def _price(self, tokens: TokenAccount) -> float:
         prices, used = self._prices, judge_use(self._run)
-        total = sum(self._hours[name] * getattr(prices, f"{name}_gpu_hour") for name in PAID)
+        total = sum(n * getattr(prices, f"{of}_gpu_hour", 0) for of, n in self._hours.items())
         millions = tokens.total * prices.million_sampled_tokens
         millions += tokens.prompt * prices.million_prompt_tokens
         for task, judge in self._judges.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from statistics import mean
 from typing import Any
@@ -14,45 +13,29 @@ import orjson
 
 from buffer.errors import JudgeError
 from buffer.groups.verdicts import JudgeUse
-from buffer.imports import import_extra
 from buffer.wire.group import FEEDBACK
 from buffer.wire.rollout import RolloutState
-from producer_workers.call_turns import Turns
 from producer_workers.config.task import JudgingSection
-from producer_workers.http_client import Service
 from producer_workers.judges.cached import digest_of
-from producer_workers.judges.judge import Judge
-from rolloutmq.extensions.llm_judge.questions import (
-    JSON_AGAIN,
-    Question,
-    Verdict,
-    VerdictUnreadable,
-    question,
-)
+from producer_workers.judges.load import HttpJudge
+from rolloutmq.extensions.llm_judge.questions import JSON_AGAIN, Question, Verdict, question
 from rolloutmq.extensions.llm_judge.section import LlmSection
 
 BYTES_PER_TOKEN = 3  # of a prompt, to reserve its tokens; what an answer counts is settled later
 
 
-class LlmJudge(Judge):
+class LlmJudge(HttpJudge):
     """Judges by one model; pairwise, it gets whole groups. Raises ConfigError."""
 
-    name = "llm"
     counts_use = True
 
     def __init__(self, section: LlmSection, judging: JudgingSection) -> None:
+        url = f"{section.url.rstrip('/')}/chat/completions"
         what = f"judge llm ({section.model})"
-        import_extra("aiohttp", what)
+        super().__init__(url, judging, what=what, headers=section.headers())
+        self.name = "llm"
         self.sees_group = section.mode == "pairwise"
         self._section = section
-        url = f"{section.url.rstrip('/')}/chat/completions"
-        hint = "check the API, or raise [tasks.<name>.judging] timeout_s"
-        limits = (judging.timeout_s, judging.retries)
-        self._service = Service(what, url, *limits, hint, section.headers())
-
-    def under(self, turns: Turns) -> Judge:
-        self._service = replace(self._service, turns=turns)
-        return self
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         if self.sees_group:
@@ -115,21 +98,20 @@ class LlmJudge(Judge):
         known = await asyncio.to_thread(self.verdicts.find, digest) if self.verdicts else None
         if known is not None:
             return Verdict(*orjson.loads(known))
-        kept = b""
+        verdict = None
         try:
             said = await self._say(body)
             try:
                 verdict = asked.read(said)
-            except VerdictUnreadable:
+            except JudgeError:
                 again = [("assistant", said), ("user", JSON_AGAIN)]
                 more = [{"role": role, "content": text} for role, text in again]
-                verdict = asked.read(
-                    await self._say({**body, "messages": [*asked.messages, *more]})
-                )
-            kept = orjson.dumps([*verdict])
+                said = await self._say({**body, "messages": [*asked.messages, *more]})
+                verdict = asked.read(said)
             return verdict
         finally:  # an answer without a verdict has used tokens, too
             if self.verdicts:
+                kept = orjson.dumps([*verdict]) if verdict else b""
                 await asyncio.to_thread(self.verdicts.note, digest, kept)
 
     async def _say(self, body: dict[str, Any]) -> str:

@@ -41,14 +41,14 @@ class Verdict(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is asked of one response, or of two. `points`: the best grade; 0 for two."""
+    """What is asked of one response, or of two. `points`: the best grade; 0 for two.
+
+    `field`: of the answer, that has the grade, or which of the two is better.
+    """
 
     messages: list[dict[str, str]]
     points: int
-
-    @property
-    def field(self) -> str:
-        return "grade" if self.points else "better"
+    field: str
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def question(
     system = SYSTEM.format(rubric=rubric.strip(), mark=mark, task=task, form=form)
     user = "\n\n".join(f"{name}:\n{mark}\n{text}\n{mark}" for name, text in parts.items())
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return Question(messages, points)
+    return Question(messages, points, "grade" if points else "better")
 
 
 def _text(content: Any) -> str:

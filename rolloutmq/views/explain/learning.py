@@ -26,9 +26,7 @@ def learning(folder: Path | None, steps: Sequence[TrainedStep]) -> list[Symptom]
             logged = [sample["gid"] for sample in samples if sample["task"] == each.task]
             others = [name for name in look if not GID.fullmatch(name)]
             look = (*logged, *others) if logged else look
-        silence = f'[trainer] silence = ["{each.name}"] hides it'
-        fix = "; ".join(filter(None, (each.fix, silence)))
-        symptoms.append(
-            Symptom(each.level, each.name, f"{each.what}, since step {each.since}", fix, look=look)
-        )
+        what = f"{each.what}, since step {each.since}"
+        fix = f'{each.fix}; [trainer] silence = ["{each.name}"] hides it'
+        symptoms.append(Symptom(each.level, each.name, what, fix, look=look))
     return symptoms

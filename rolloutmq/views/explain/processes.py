@@ -16,6 +16,8 @@ from pathlib import Path
 
 from buffer.redis.server.embedded import full_disk
 from buffer.redis.url import mask_url
+from consumer.config.trainer import LEARNING
+from consumer.learning.findings import EFFECTS
 from rolloutmq.output import age
 from rolloutmq.process_ends import ProcessEnd, ProcessStart, read_processes
 from rolloutmq.run_owner import LaunchRecord, Stage, is_owned, read_record
@@ -29,8 +31,6 @@ LOST_ROLES = frozenset(
     for how in ("gone", "never_started", "opening", "none", "orphaned")
 )
 """Findings that say only that a process is not there."""
-ADVICE = frozenset({"supply/trainer_bound", "waits/summary"})
-"""Findings that advise more or fewer workers: wrong while anything is stuck."""
 
 FIXES = {
     "disk/full": "free some space on that disk: lower [trainer] keep_checkpoints or keep_weights",
@@ -66,19 +66,17 @@ def with_processes(
 ) -> list[Symptom]:
     """Return all findings, the worst first, without advice that they make wrong."""
     own = explain_folder(folder, snap) if folder else []
-    found = [*own, *symptoms]
-    names = {symptom.name for symptom in own}
-    if names & {"launcher/killed", "process/hung", "process/loading"} or any(
-        each.level in ("fault", "stuck") for each in own
-    ):
-        found = [each for each in found if each.name not in LOST_ROLES]
-    if any(each.level in ("fault", "stuck") for each in found):
-        found = [
-            replace(each, fix="") if each.name in ADVICE else each
-            for each in found
-            if each.name != "supply/trainer_bound"
-        ]
-    return worst_first(found)
+    found, wrong = [*own, *symptoms], set[str]()
+    unwell = ("launcher/killed", "process/hung", "process/loading")
+    if any(each.name in unwell or each.level in ("fault", "stuck") for each in own):
+        wrong |= LOST_ROLES
+    if any(each.name.removeprefix(LEARNING) in EFFECTS["response_limit"] for each in found):
+        wrong.add("share/truncated")  # a larger limit would only let them grow
+    if any(each.level in ("fault", "stuck") and each.name not in wrong for each in found):
+        # more or fewer workers would not help
+        wrong.add("supply/trainer_bound")
+        found = [replace(each, fix="") if each.name == "waits/summary" else each for each in found]
+    return worst_first(each for each in found if each.name not in wrong)
 
 
 def _end_of_run(folder: Path, record: LaunchRecord, snap: RunView | None) -> Iterator[Symptom]:

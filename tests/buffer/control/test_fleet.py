@@ -125,7 +125,7 @@ def test_a_worker_that_was_fenced_leaves_its_tokens_in_the_account(scene: Scene)
     for _ in range(2):
         assert scene.run.fleet.deregister("w0", nonce, "math=9:7:3:0")
         account = scene.run.account.tokens()["math"]
-        assert (account.sampled, account.rows["lost"], account.prompt) == (9, 9, 3)
+        assert (account.total, account.table["lost"], account.prompt) == (9, 9, 3)
     scene.run.fleet.deregister("w0", new_nonce(), "math=20:20:20:0")
     assert scene.run.account.tokens()["math"] == account
     scene.check()

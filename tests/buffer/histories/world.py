@@ -10,6 +10,7 @@ import redis
 
 from buffer.ids import LANES, POOLS
 from buffer.limits import RunLimits, Straggler, TaskLimits
+from buffer.redis.key_table import TOKEN_ROWS
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
     LEASE_MS,
@@ -154,7 +155,9 @@ class World(Model):
                 record = self.scene.record(group.gid) if group.task == task else {}
                 if record.get("stage") in made:
                     made[record["stage"]] += int(record.get("made", 0))
-            assert account.table == {**account.rows, **made}
+            stages = {stage: account.table[stage] for stage in made}
+            assert stages == made
+            assert account.table.keys() == {*TOKEN_ROWS, *made}
             assert all(number >= 0 for number in account.table.values()), account
 
     def check_payloads(self) -> None:

@@ -130,7 +130,7 @@ def turns_that_the_server_lost_come_back(scene: Scene) -> None:
     scene.submit(job)  # by a worker that counts only the turns that it keeps
     scene.run.jobs.drop(scene.ready(0)[0])
     account = scene.run.account.tokens()["math"]
-    assert (account.sampled, account.ended) == (3, 0)
+    assert (account.total, account.ended) == (3, 0)
     assert not scene.raw.exists(scene.keys.worker_tokens_of)  # of no worker
     scene.check()
 

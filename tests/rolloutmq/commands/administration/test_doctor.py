@@ -17,8 +17,11 @@ from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views.explain import diagnosis
 from rolloutmq.views.explain import symptom as symptom_module
+from rolloutmq.views.explain.learning import learning
+from rolloutmq.views.explain.processes import with_processes
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import read_run_view
+from tests.consumer.learning.test_findings import recorded
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import WEIGHTS, Scene, populate
 
@@ -225,6 +228,24 @@ def test_a_share_is_that_of_the_newest_groups(store: Store) -> None:
             ]
     assert (found, task.recent("produced_groups")) == ([], 128)
     assert scene.run.account.fsck().damage == []
+
+
+def test_no_larger_limit_is_advised_for_responses_that_only_grow(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(80)
+    scene.join("w0")
+    for job in scene.claim("w0", 80):
+        scene.submit("w0", job, finish="length")
+    view = read_run_view(scene.run)
+
+    def names(run: str) -> set[str]:
+        found = [*diagnosis.diagnose(view), *learning(None, recorded(run)[0])]
+        return {each.name for each in with_processes(view, found, None)}
+
+    assert "share/truncated" in names("demo")
+    assert names("growing") == names("demo") - {"share/truncated"} | {
+        "learning/length_without_reward"
+    }
 
 
 def test_who_was_never_there_is_missed_since_the_run_was_made(
