@@ -148,7 +148,8 @@ class Turns:
             if self.waiting and (self._bell is None or self._bell.done()):
                 self._bell = asyncio.create_task(self._listen())
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), again_s)
+                async with asyncio.timeout(again_s):
+                    await self._changed.wait()
 
     async def _listen(self) -> None:
         """While calls wait, ask again when the bell rings."""
