@@ -52,6 +52,7 @@ def build_model(folder: Path, shape: str) -> None:
         model = Qwen3ForCausalLM(architecture(spec, tokenizer))
     if device == "cuda":
         model = model.to(torch.bfloat16)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as unfinished:
         save_model(model, unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -15,10 +15,13 @@ MEMORY_FOLDER = Path("/dev/shm")
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder; rename it to `path` at the end, delete it on an error. Raises ModelError."""
+    """Yield a folder; rename it to `path` at the end, delete it on an error.
+
+    Raises ModelError where `path` exists, FileNotFoundError without the folder that is to have it:
+    that of a run which was deleted does not come back.
+    """
     if path.exists():
         raise ModelError(f"{path} already exists", hint="remove it, or choose another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     unfinished.mkdir()
     try:

@@ -24,6 +24,7 @@ class FolderSender:
 
     def __init__(self, folder: Path, *, keep: int = 3) -> None:
         self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self._newest: Path | None = None
 

@@ -47,6 +47,7 @@ def export_model(
                     f"the checkpoint has no {name}", hint="use the config of the run that wrote it"
                 )
             parameter.copy_(state[f"model/{name}"])
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as unfinished:
         if adapter:
             adapter.snapshot(dtype=kind).write(unfinished)

@@ -98,7 +98,8 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """Create a hidden folder for all parts of a checkpoint but the position."""
         folder = self._hidden(self.path(step))
-        folder.mkdir(parents=True)
+        self.folder.mkdir(exist_ok=True)  # but not that of a run which was deleted
+        folder.mkdir()
         return folder
 
     def complete(self, position: Position, folder: Path) -> Path:

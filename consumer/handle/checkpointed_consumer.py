@@ -65,6 +65,7 @@ class CheckpointedConsumer(RolloutConsumer):
                 "(docs/pages/your_trainer.md), or the reference trainer",
             )
         super().__init__(run)
+        folder.mkdir(parents=True, exist_ok=True)
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
         self._sender = sender or FolderSender(folder / "weights")
         self._take_over = take_over

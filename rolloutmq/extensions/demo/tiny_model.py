@@ -43,6 +43,7 @@ def build_tiny_model(out_dir: Path, spec: TinyModelConfig, seed: int) -> None:
     from transformers import Qwen3ForCausalLM
 
     tokenizer = build_tokenizer(spec)
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(out_dir) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(architecture(spec, tokenizer))

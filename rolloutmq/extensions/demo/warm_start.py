@@ -85,6 +85,7 @@ def warm_start(
         )
     development = _pad(examples[-held_out:])
     last = _train(model, examples[:-held_out], development, config, progress or (lambda _: None))
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(out_dir) as folder:
         save_model(model, folder)
         tokenizer.save_pretrained(folder)

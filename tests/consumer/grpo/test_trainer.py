@@ -114,7 +114,6 @@ def undisturbed(ends: dict[bool, dict[str, Any]], config: Config) -> dict[str, A
 
 def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
     log = history(config)
-    state = last_state(config)
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
     assert log.trained_twice() == {}
     assert run.account.fsck().clean
@@ -128,6 +127,12 @@ def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
     assert logged == undisturbed.setdefault("logged", logged)
     for step in log.steps:
         check_numbers(step, samples.read(step.step, tokens=True))
+    check_training(config, undisturbed)
+
+
+def check_training(config: Config, undisturbed: dict[str, Any]) -> None:
+    gids = [step.gids for step in history(config).steps]
+    state = last_state(config)
     assert gids == undisturbed.setdefault("gids", gids)
     for name, tensor in undisturbed.setdefault("state", state).items():
         assert torch.equal(tensor, state[name]), name
@@ -232,7 +237,6 @@ def test_stopped_trainer_keeps_its_step_and_continues_from_it(
     """Stop it while it waits for a receipt that never comes: it trains, but does not publish."""
     with at_work(run, stamp=0, math=DRAWS) as crew:
         trainer = Trainer(run, config, model_dir)
-        config.run.folder.mkdir()
         original = TrainController.train
 
         def stop_after(self: TrainController, *args: Any) -> dict[str, float]:
@@ -254,12 +258,7 @@ def test_stopped_trainer_keeps_its_step_and_continues_from_it(
         crew.silent = False
         assert train(run, config, model_dir)
     assert history(config).replaced == 0
-    log = history(config)
-    assert [step.gids for step in log.steps] == undisturbed["gids"]
-    assert all(
-        torch.equal(tensor, undisturbed["state"][name])
-        for name, tensor in last_state(config).items()
-    )
+    check_training(config, undisturbed)
 
 
 @pytest.mark.parametrize("flow", ["foreground", "exclusive", "background"])
@@ -329,10 +328,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
     with at_work(run, stamp=0, math=DRAWS):
         assert trainer.fit(take_over=True)
     assert turns == [("take", True, "run eval resume fresh"), ("train", False, "abort")] * STEPS
-    gids = [step.gids for step in history(config).steps]
-    assert gids == undisturbed.setdefault("gids", gids)
-    for name, tensor in undisturbed.setdefault("state", last_state(config)).items():
-        assert torch.equal(tensor, last_state(config)[name]), name
+    check_training(config, undisturbed)
 
 
 def test_a_stop_in_the_pause_before_a_step_keeps_the_step_for_the_next_trainer(
@@ -468,11 +464,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
     put_back(raw, run.name, moment)
     assert train_to(STEPS)
     assert run.progress("math")["reasserted"] == "6"
-    assert [step.gids for step in history(config).steps] == undisturbed["gids"]
-    assert all(
-        torch.equal(tensor, undisturbed["state"][name])
-        for name, tensor in last_state(config).items()
-    )
+    check_training(config, undisturbed)
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
@@ -530,10 +522,7 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     assert log.trained_twice() == {}
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
     if left:
-        assert all(
-            torch.equal(tensor, undisturbed["state"][name])
-            for name, tensor in last_state(config).items()
-        )
+        check_training(config, undisturbed)
     assert run.account.fsck().clean
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from buffer.errors import AccountError, ModelError
 from buffer.ids import group_id
 from buffer.ledger.position import Position, TrainedDraws
 from buffer.manifest import Manifest
+from buffer.weights.shared_folder import FolderSender
+from buffer.wire.rollout import PolicyVersion
 from consumer.grpo.model_state.saved_state import Rows, write_state
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
@@ -80,6 +83,22 @@ def test_write_leaves_the_old_ones_alone_when_saving_fails(tmp_path: Path) -> No
     with pytest.raises(OSError, match="disk full"):
         checkpoints.write(Position(step=2, lineage="", run="demo", run_nonce=""), fail)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_the_folder_of_a_run_that_was_deleted_does_not_come_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    weights = FolderSender(run / "weights")
+    shutil.rmtree(run)
+
+    def save(folder: Path) -> None:
+        (folder / "file").touch()
+
+    with pytest.raises(FileNotFoundError):
+        checkpoints.write(Position(step=1), save)
+    with pytest.raises(FileNotFoundError):
+        weights.write(PolicyVersion("ab12cd34", 1), save)
+    assert not run.exists()
 
 
 def test_prune_keeps_the_newest_and_returns_the_oldest_kept(tmp_path: Path) -> None:
