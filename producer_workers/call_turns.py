@@ -153,9 +153,10 @@ class Turns:
 
     async def _listen(self) -> None:
         """While calls wait, ask again when the bell rings."""
-        while self.waiting:
-            if await self._in_thread(partial(self._caller.wait, BELL_S)):
-                self._changed.set()
+        with suppress(StoreUnavailable):  # then it begins again after the next question
+            while self.waiting:
+                if await self._in_thread(partial(self._caller.wait, BELL_S)):
+                    self._changed.set()
 
     def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, call)
