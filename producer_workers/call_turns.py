@@ -148,13 +148,15 @@ class Turns:
             if self.waiting and (self._bell is None or self._bell.done()):
                 self._bell = asyncio.create_task(self._listen())
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), again_s)
+                async with asyncio.timeout(again_s):
+                    await self._changed.wait()
 
     async def _listen(self) -> None:
         """While calls wait, ask again when the bell rings."""
-        while self.waiting:
-            if await self._in_thread(partial(self._caller.wait, BELL_S)):
-                self._changed.set()
+        with suppress(StoreUnavailable):  # then it begins again after the next question
+            while self.waiting:
+                if await self._in_thread(partial(self._caller.wait, BELL_S)):
+                    self._changed.set()
 
     def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, call)

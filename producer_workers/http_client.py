@@ -104,10 +104,7 @@ async def ask(
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds of Retry-After, which may be a date (RFC 9110, 10.2.3), at most an hour.
-
-    0: it says none, or nothing that makes sense.
-    """
+    """Return the seconds, 0 to 3600, of Retry-After, which may be a date (RFC 9110, 10.2.3)."""
     said = headers.get("Retry-After", "").strip()
     try:
         is_date = not said[:1].isdigit()

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,9 @@ class Site:
                 with at_work(run, math=1000):
                     self.train(run, consumer, position, list(checkpoint.history), steps)
                 self.judge(run)
+                # a server whose disk is slow keeps what it has yet to write: only `cut` may lose it
+                while run.store.client.info("persistence")["aof_buffer_length"]:
+                    time.sleep(0.02)
             finally:
                 die(consumer)
                 run.store.close()

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from buffer.control.call_limit import CallLimit
 from buffer.errors import RolloutMQError
 from buffer.ids import new_nonce
+from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.call_turns import Turns, reported
@@ -139,6 +141,28 @@ def test_a_service_that_refuses_every_call_is_asked_ever_more_rarely_and_is_repo
     asyncio.run(play())
     first, second = (later - earlier for earlier, later in pairwise(began))
     assert (first >= 0.9, second >= 1.9) == (True, True)
+
+
+def test_calls_wait_for_a_server_that_is_away_and_then_begin(tmp_path: Path) -> None:
+    async def play(server: EmbeddedServer, store: Store) -> None:
+        holder, other = (turns(store, "hosted", f"run {n}", at_once=1) for n in "ab")
+
+        async def call() -> None:
+            async with other.turn():
+                pass
+
+        async with holder.turn():
+            waits = asyncio.create_task(call())
+            while not (listener := other._bell):
+                await asyncio.sleep(0.01)
+            server.kill()
+            await listener  # it gives up without an error
+            server.start()
+        async with asyncio.timeout(120):
+            await waits
+
+    with EmbeddedServer(tmp_path) as server, closing(Store(server.url, deadline_s=0.2)) as store:
+        asyncio.run(play(server, store))
 
 
 def test_wait_for_a_turn_is_outside_of_the_time_limit_of_a_judge(store: Store) -> None:

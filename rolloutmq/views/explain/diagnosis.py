@@ -144,7 +144,7 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
         fix = "no try and no time limit is used up meanwhile; see `limit`"
         if refused_ms[quota]:
             what += ", whose service refuses every call (status 429)"
-            fix = f"the workers' logs have its reason, such as an account without money; {fix}"
+            fix = f"the workers' logs have its reason, such as a used-up credit; {fix}"
         yield waiting("worker/quota", what, fix, refused_ms[quota] or None)
     for worker in snap.workers:
         if worker.is_barred:
