@@ -117,11 +117,12 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
 TOO_MANY = 429
 AWAY = frozenset({TOO_MANY, 502, 503, 504})  # a server that is away, or has no room
 RETRIED = AWAY | {408, 425, 500}
+WARNING_EVERY_S = 10.0  # of one service
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 _USAGE = re.compile(rb'"total_tokens"\s*:\s*(\d{1,9})')  # of an answer of the OpenAI API
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
     """A service that answers JSON with JSON. `what`: its name in errors.
 
@@ -136,6 +137,13 @@ class Service:
     hint: str  # what to do where it does not answer
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     turns: Turns | None = None
+    _warned_at: float = field(default=float("-inf"), init=False)
+
+    def _warn(self, what: str) -> None:
+        """Log a failure, unless one was logged just now: hundreds of calls may fail at once."""
+        if time.monotonic() - self._warned_at > WARNING_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning("%s: %s", self.what, what)
 
     async def ask(self, question: object, tokens: int = 0) -> Any:
         """Return the answer to `question`, which uses at most `tokens`.
@@ -162,8 +170,7 @@ class Service:
                 failed += 1
                 if failed > self.retries:
                     raise JudgeError(f"{self.what}: {error}", hint=self.hint) from error
-                left = self.retries - failed + 1
-                log.warning("%s: %s; %d retries left", self.what, error, left)
+                self._warn(f"{error}; try {failed} of {self.retries + 1}")
             # At random, so that the rollouts of a group do not ask at the same moment again.
             await asyncio.sleep(BACKOFF.pause_s(failed - 1))
         if not answer.is_whole:

@@ -107,6 +107,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def money(amount: float) -> str:
+    """Format 1234.5 as 1,234.50, and 0.00123 as 0.0012."""
+    return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.2g}"
+
+
 def known(value: float | None, spec: str = "") -> str:
     return "-" if value is None else format(value, spec)
 

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -110,8 +110,13 @@ class OwnedFolder:
 
 
 @contextmanager
-def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[OwnedFolder]:
-    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld."""
+def own(
+    folder: Path, run: str, command: list[str], steps: int, check: Callable[[], object] = bool
+) -> Iterator[OwnedFolder]:
+    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld.
+
+    `check` is called with the lock, before the record of the last owner is replaced.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     started = psutil.Process().create_time()
     record = LaunchRecord(
@@ -121,6 +126,7 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
     (folder / LOCK_FILE).touch()
     with (folder / LOCK_FILE).open("r+b") as lock:
         _take(lock, folder)
+        check()
         owned = OwnedFolder(lock, record)
         owned.note(Stage.PREPARING)
         try:

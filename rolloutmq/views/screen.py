@@ -27,6 +27,7 @@ from rolloutmq.output import (
     count,
     facts,
     known,
+    money,
     plural,
     sparkline,
     state,
@@ -179,7 +180,7 @@ def _cost(view: RunView) -> str:
     said = {"total": "so far", "step": "a step", "next_100_steps": "the next 100 steps"}
     found = {words: view.reported(f"cost/{name}") for name, words in said.items()}
     return " · ".join(
-        f"{number:,.2f} {view.currency} {words}" for words, number in found.items() if number
+        f"{money(number)} {view.currency} {words}" for words, number in found.items() if number
     )
 
 
@@ -279,11 +280,11 @@ def _task(task: TaskView) -> Iterator[Text]:
         said = " · ".join(f"{n / sampled:.0%} {name}" for name, n in rows if n / sampled >= 0.005)
         yield _fit(Text.assemble(("tokens       ", "dim"), said.replace("_", " ")))
     # the ready groups by their staleness at the next train step
-    most = max(task.staleness.values(), default=0)
+    ready = {label: groups for label, groups in task.staleness.items() if groups}
     text = Text("staleness    ", style="dim")
-    for label, groups in task.staleness.items():
+    for label, groups in ready.items():
         text.append(f"{label} ", style="dim")
-        text.append(bar(groups, most, 8).rstrip("░") or "▏", style="cyan")
+        text.append(bar(groups, max(ready.values()), 8).rstrip("░"), style="cyan")
         text.append(f" {groups}   ")
     text.append(f"limit {task.stale_threshold - 1}", style="dim")
     yield text

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from buffer.errors import NoAnswer, RolloutMQError
+from buffer.errors import JudgeError, NoAnswer, RolloutMQError
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.engines.http.server import CompletionServer
-from producer_workers.http_client import LONGEST_ANSWER, ask
+from producer_workers.http_client import LONGEST_ANSWER, Service, ask
 from producer_workers.judges.load import HttpJudge
 from producer_workers.user_code.sandbox import Limits, run_at
 from rolloutmq.extensions.environments import nemo_gym
@@ -189,3 +189,14 @@ def test_an_answer_has_a_limit_of_time_and_one_of_bytes() -> None:
                 await ask(client, "GET", url, limit_s=5.0)
 
     asyncio.run(scene())
+
+
+async def test_hundreds_of_calls_that_fail_at_once_are_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = Service("judge", "http://127.0.0.1:9", 60.0, 1, "start it")
+    asked = [service.ask({}) for _ in range(200)]
+    failures = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(each) for each in failures} == {JudgeError}
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "try 1 of 2" in warning

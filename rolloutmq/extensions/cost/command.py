@@ -15,12 +15,12 @@ from consumer.handle.step_log import read_steps
 from rolloutmq.command_list import command
 from rolloutmq.extensions.cost.meter import judge_use
 from rolloutmq.options import Output, Target, or_folder
-from rolloutmq.output import count, facts, table
+from rolloutmq.output import count, facts, money, table
 
 BESIDE = ("sampled", "prompt", "again", "judge_prompt", "judge_completion")
 SHARES = ("idle_workers", "idle_trainer", "never_trained")
 WORDS = {
-    "total": "so far", "step": "last step", "million_trained": "a million trained tokens",
+    "total": "so far", "step": "last step", "million_trained": "per million trained tokens",
     "next_100_steps": "next 100 steps", "idle_workers": "idle time of workers",
     "idle_trainer": "idle time of the trainer", "never_trained": "sampled, never trained",
 }  # fmt: skip
@@ -80,7 +80,7 @@ def _costs_shown(found: dict[str, Any]) -> Table | str:
         return "no train step has reported what it cost yet"
     currency = f" {found['currency']}".rstrip()
     rows = [
-        (label, f"{found[name]:.1%}" if name in SHARES else f"{found[name]:,.2f}{currency}")
+        (label, f"{found[name]:.1%}" if name in SHARES else f"{money(found[name])}{currency}")
         for name, label in WORDS.items()
         if name in found and (found["total"] or name in SHARES)
     ]

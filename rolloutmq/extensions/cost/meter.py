@@ -63,7 +63,8 @@ class CostMeter(Observer):
         hours["trainer"] += (now - self._trained_at) / 3600 * self._trainer_gpus
         self._trained_at = now
         tokens = sum(self._run.account.tokens().values(), TokenAccount())
-        trained = tokens.table["trained"]
+        # a taken batch is trained by now, or the next one to be
+        trained = tokens.table["trained"] + tokens.table["taken"]
         before, self._total = self._total, self._price(tokens)
         self._costs.append(max(0.0, self._total - before))
         found = {f"tokens/{row}": float(number) for row, number in tokens.table.items() if number}
@@ -79,7 +80,7 @@ class CostMeter(Observer):
         if hours["worker"]:
             found["cost/idle_workers"] = max(0.0, 1 - hours["worker_busy"] / hours["worker"])
         if tokens.ended:
-            used = trained + tokens.table["evaluated"]
+            used = tokens.table["trained"] + tokens.table["evaluated"]
             found["cost/never_trained"] = 1 - used / tokens.ended
         if trained:
             found["cost/million_trained"] = self._total / trained * 1e6

@@ -156,8 +156,7 @@ class Archive:
             steps = self.steps() or [0]
             raise ArchiveFailed(
                 f"{self.place} has no file of step {step}: its steps are {steps[0]} to {steps[-1]}",
-                hint="put a copy of the file there; steps on one side of the gap can be replayed "
-                "from a checkpoint on that side",
+                hint="name one of them, or put a copy of the file there",
             )
         return data
 
@@ -228,7 +227,8 @@ def audit(run: Run) -> list[str]:
     committed = run.ledger.steps().committed
     try:
         there = archive.steps()
-        missing = {*range(there[0] if there else 1, exported + 1)} - {*there}
+        last = max([exported, *there])  # files are written in order
+        missing = {*range(there[0] if there else 1, last + 1)} - {*there}
         faults += [f"{archive.place} lacks the batch of step {step}" for step in sorted(missing)]
         for step in sorted({*there} & {*range(kept.start, committed + 1)}):
             file, found = archive.open(step), run.ledger.manifest(step)

@@ -85,10 +85,10 @@ def write_bundle(
     `most_bytes`: of state and model; None: log-probabilities are stored in their place. Raises
     ConfigError where the checkpoint before it is not kept, or state and model are larger.
     """
+    file = archive.open(step)
     before = checkpoint_of(run, step - 1) if step > 1 else None
     terms = {f"{TERMS}/{path.name}": path for path in (run / TERMS).glob("*.json")}
     differing = []
-    file = archive.open(step)
     with tempfile.TemporaryDirectory(prefix="rolloutmq-") as place:
         if most_bytes is None:
             from rolloutmq.extensions.records.recorded_policy import SCORES, record_step
@@ -126,7 +126,10 @@ def open_bundle(file: Path, folder: Path) -> int:
             infos = bundle.infolist()
             wrong = [info.filename for info in infos if not _NAMES.fullmatch(info.filename)]
             if wrong or sum(info.file_size for info in infos) > MOST_BYTES:
-                raise ConfigError(f"{file} is no bundle: it has {wrong[:1] or 'too many bytes'}")
+                raise ConfigError(
+                    f"{file} is no bundle: it has {wrong[0] if wrong else 'too many bytes'}",
+                    hint="`rolloutmq bundle` writes one; of an archive's file, name the run",
+                )
             for info in infos:
                 path = folder / info.filename
                 path.parent.mkdir(parents=True, exist_ok=True)

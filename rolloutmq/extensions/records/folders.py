@@ -15,7 +15,7 @@ import orjson
 from typer import Argument
 
 from buffer.config.run_settings import check_name
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.redis.server.embedded import EmbeddedServer
 from consumer.handle.checkpoint import CheckpointFolder
 from rolloutmq.hang_up import interrupted_by_sigterm
@@ -58,23 +58,37 @@ def new_run(
     """Own `folder` for the command `verb`, which ends at step `last`; ranks but 0 own nothing.
 
     What a killed one left there is deleted, but for the names in `keep`. Raises ConfigError for a
-    folder with a whole run, or with anything else.
+    folder with a whole run, or with anything else. A mistake in the command leaves no folder.
     """
     if rank:
         yield
         return
-    left = [path for path in folder.glob("*") if path.name != LOCK_FILE]
-    record = read_record(folder)
-    is_ours = record is not None and record.command[:1] == [verb]
-    is_done = record and record.stage is Stage.FINISHED and (folder / "checkpoints").exists()
-    if left and (not is_ours or is_done):
-        raise ConfigError(f"{folder} exists", hint="choose another --name, or delete the folder")
-    with interrupted_by_sigterm(), own(folder, folder.name, [verb, *sys.argv[2:]], last) as owned:
-        for path in left:
+
+    def left() -> list[Path]:
+        return [path for path in folder.glob("*") if path.name != LOCK_FILE]
+
+    def check() -> None:
+        record = read_record(folder)
+        is_ours = record is not None and record.command[:1] == [verb]
+        is_done = record and record.stage is Stage.FINISHED and (folder / "checkpoints").exists()
+        if left() and (not is_ours or is_done):
+            hint = "choose another --name, or delete the folder"
+            raise ConfigError(f"{folder} exists", hint=hint)
+
+    check()
+    command = [verb, *sys.argv[2:]]
+    with interrupted_by_sigterm(), own(folder, folder.name, command, last, check) as owned:
+        owned.check()  # one with a mistake has not deleted it
+        for path in left():
             if path.name not in keep:
                 _delete(path)
         owned.note(Stage.RUNNING)
-        yield
+        try:
+            yield
+        except RolloutMQError:
+            if not left():
+                shutil.rmtree(folder)
+            raise
 
 
 @contextmanager

@@ -14,6 +14,7 @@ found only by whoever has kept the proof of an earlier checkpoint.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,9 @@ import orjson
 from rich.text import Text
 from typer import Argument, Exit, Option
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, ModelError, RolloutMQError
 from buffer.ledger.position import Position, link
-from consumer.handle.checkpoint import DIGEST, POSITION, CheckpointFolder, digest_of
+from consumer.handle.checkpoint import DIGEST, CheckpointFolder, digest_of
 from rolloutmq.command_list import command
 from rolloutmq.extensions.records.archive import Archive, ArchivePlace
 from rolloutmq.extensions.records.step_file import RecordDamaged
@@ -54,9 +55,10 @@ def prove_checkpoint(
     config and the user's code. Ends with code 6 if something was altered, and with --without-source
     if a step touched it.
     """
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint} is no folder", hint="give a folder in checkpoints/")
     folder = checkpoint.resolve()
+    if not (folder.is_dir() and re.fullmatch(r"step-\d+", folder.name)):
+        hint = "give a folder in checkpoints/, such as runs/demo/checkpoints/step-000120"
+        raise ConfigError(f"{checkpoint} is no folder of a checkpoint", hint=hint)
     proof = prove(folder, Archive(archive or folder.parents[1] / "archive"), without)
     document: dict[str, Any] = {
         "whole": proof.is_whole, "proof": proof.head, "groups": dict(proof.groups),
@@ -110,10 +112,9 @@ def prove(checkpoint: Path, archive: Archive, source: str | None = None) -> Proo
         else:
             proof.add("ok", f"{file.name} is unaltered")
     try:
-        step = int(checkpoint.name.rpartition("-")[2])
-        position = CheckpointFolder(checkpoint.parent).read(step)
-    except (RolloutMQError, ValueError) as error:
-        proof.add("fault", f"{checkpoint / POSITION} cannot be read: {error}")
+        position = CheckpointFolder(checkpoint.parent).read(int(checkpoint.name[len("step-") :]))
+    except ModelError as error:
+        proof.add("fault", error.message)
         return proof
     proof.head = position.proof
     _compare_chain(position, archive, proof, source)
@@ -154,17 +155,17 @@ def _compare_chain(position: Position, archive: Archive, proof: Proof, source: s
 def _compare_terms(position: Position, run: Path, archive: Archive, proof: Proof) -> None:
     for first, digest in position.terms.items():
         name = f"{digest}.json"
-        file = run / TERMS / name
-        data = file.read_bytes() if file.exists() else archive.read(name)
+        file, copy = run / TERMS / name, archive.read(name)
+        copies = {} if copy is None else {f"{archive.place}/{name}": copy}
+        copies |= {str(file): file.read_bytes()} if file.exists() else {}
+        altered = [n for n, data in copies.items() if hashlib.sha256(data).hexdigest() != digest]
         what = f"config and code from step {first} on"
-        if data is None:
-            proof.add("note", f"{what}: {TERMS}/{name} is not here")
-            continue
-        if hashlib.sha256(data).hexdigest() != digest:
-            proof.add("fault", f"{what}: {file} was altered")
+        if altered or not copies:
+            found = f"altered: {', '.join(altered)}" if altered else f"{TERMS}/{name} is not here"
+            proof.add("fault" if altered else "note", f"{what}: {found}")
             continue
         proof.add("ok", f"{what} are on record")
-        terms: dict[str, Any] = orjson.loads(data)
+        terms: dict[str, Any] = orjson.loads(next(iter(copies.values())))
         tasks = terms["config"]["tasks"].values()
         proof.judges |= {str(task.get("judge")) for task in tasks if not task.get("eval_of")}
         for function, source in terms["code"].items():
@@ -175,9 +176,10 @@ def _compare_terms(position: Position, run: Path, archive: Archive, proof: Proof
                 proof.add("ok", f"the file of {function} is unaltered")
             else:
                 proof.add("fault", f"the file of {function} is another one than in training")
-        model = terms["config"]["policy"].get("model")
-        if model and Path(model).is_dir():
-            if model_digest(Path(model)) == terms["model"]:
-                proof.add("ok", "the first weights are unaltered")
-            else:
-                proof.add("fault", f"the first weights were altered: {model}")
+        model = Path(terms["config"]["policy"].get("model") or run / "model")
+        if not model.is_dir():
+            proof.add("note", f"the first weights are not here: {model}")
+        elif model_digest(model) == terms["model"]:
+            proof.add("ok", "the first weights are unaltered")
+        else:
+            proof.add("fault", f"the first weights were altered: {model}")

@@ -244,13 +244,13 @@ def prepare(
     kept = CheckpointFolder(parent / "checkpoints")
     begin = max((step for step in kept.steps() if step <= start), default=0)
     if start >= last:
-        raise ConfigError(f"steps {start + 1} to {last} are none", hint="set --to above --from")
+        raise ConfigError(f"no step from {start + 1} to {last}", hint="set --from below --to")
     if missing := sorted({*range(begin + 1, last + 1)} - {*archive.steps()}):
         raise ConfigError(
-            f"{archive.place} lacks step {missing[0]}: from {start} to {last}, all steps from "
-            f"{begin + 1} on are needed, behind the newest checkpoint up to {start}",
-            hint=f"put its file back; or replay to step {missing[0] - 1}, or from a checkpoint "
-            f"behind it (kept: {', '.join(map(str, kept.steps())) or 'none'})",
+            f"{archive.place} lacks step {missing[0]}; the replay needs steps {begin + 1} to {last}"
+            + (f": checkpoint {start} is not kept" if begin < start else ""),
+            hint=f"set --to {missing[0] - 1}, put the file back if there was one, or set --from to "
+            f"a later checkpoint (kept: {', '.join(map(str, kept.steps())) or 'none'})",
         )
     facts = archive.open(begin + 1).facts
     given = facts.config

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 from typer import Option
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, JudgeError, Skip
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.payloads import checksum
@@ -84,7 +84,6 @@ def rescore_run(
     with new_run(target, "rescore", last, kept, rank=ranks.rank), progress(quiet) as advance:
         scored, found = Archive(target / "archive"), list[Scores]()
         if not ranks.rank:
-            forget_other_scores(target, task, judge)
             for step in rescore(records, scored, task, judge, range(start + 1, last + 1), found):
                 advance(f"step, of {last}, judged", step)
         ranks.share(True)  # all is scored
@@ -99,7 +98,7 @@ def rescore_run(
                 advance(f"step, of {last}, trained", trained.step)
                 document["state"] = trained.state
             goes_on = f"rolloutmq fork {target} --at {last} --name NAME"
-            then = f"trained in {target}; to go on from it: {goes_on}"
+            then = f"trained; to go on from there:\n  {goes_on}"
     if ranks.rank:
         return
     before, after = (document[when] / max(1, len(found)) for when in ("before", "after"))
@@ -155,11 +154,13 @@ def rescore(
     loaded, and what it raises.
     """
     config = config_of(source.open(steps[0]).facts.config)
-    if task not in config.tasks:
-        raise ConfigError(f"there is no task {task!r}", hint=f"known: {', '.join(config.tasks)}")
+    known = [name for name, each in config.tasks.items() if not each.eval_of]
+    if task not in known:
+        raise ConfigError(f"no task {task!r} is trained", hint=f"known: {', '.join(known)}")
     section = config.tasks[task].model_copy(update={"judge": judge})
     texts = TokenTexts([config.model_folder])
     scorer = make_judge(section.judge, lambda spec: load_for(section, spec, load_worker_judge))
+    forget_other_scores(Path(target.place).parent, task, judge)
     with asyncio.Runner() as runner, closing(scorer):
         for step in steps:
             file = source.open(step)
@@ -186,7 +187,11 @@ async def _judge(
             ids = state.response_ids.tolist()
             state.response = state.response or texts.joined(ids, skip_special_tokens=True) or ""
         async with places:
-            return await judge.judge_group(states)
+            try:
+                return await judge.judge_group(states)
+            except Skip as skip:
+                what = f"the judge skips group {group.gid}, which was trained: {skip.message}"
+                raise JudgeError(what, hint="let it return a score for this group") from skip
 
     chosen = [group for group in file.groups() if group.task == task]
     found = await asyncio.gather(*map(of, chosen))

@@ -339,7 +339,9 @@ def inspect(
             found += part(run, snap)
     with suppress(StoreError):
         if waits := read_waits(run, snap, steps):
-            found.append(note("waits/summary", str(waits), waits.advice))
+            # more workers would wait for the same quota
+            is_limited = any(worker.quota_waits for worker in snap.live_workers)
+            found.append(note("waits/summary", str(waits), "" if is_limited else waits.advice))
     return found
 
 

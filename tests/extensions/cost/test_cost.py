@@ -15,6 +15,7 @@ from rolloutmq.extensions.cost import CostSection
 from rolloutmq.extensions.cost.command import _costs
 from rolloutmq.extensions.cost.meter import CostMeter
 from rolloutmq.extensions.llm_judge.section import LlmSection
+from rolloutmq.output import money
 from tests.buffer.scene import Scene
 from tests.servers import Server
 
@@ -79,3 +80,22 @@ def test_gpu_hours_and_tokens_have_a_price_and_a_trainer_that_starts_again_pays_
     assert again.measured(2)["cost/total"] == pytest.approx(found["cost/total"], rel=0.05)
     told = _costs(tmp_path)
     assert (told["total"], told["currency"]) == (found["cost/total"], "EUR")
+
+
+def test_a_batch_that_was_taken_is_paid_for_as_trained(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.submit(scene.claim(1)[0], sampled=SampledTokens(6, 0, 6, 0))
+    scene.open_trainer()
+    scene.take(1, math=1)
+    tokens = scene.run.account.tokens()["math"].table
+    assert (tokens["trained"], tokens["taken"] > 0) == (0, True)
+    prices = CostSection(million_sampled_tokens=3.0)
+    found = CostMeter(scene.run, prices, {}, worker_gpus=1, trainer_gpus=1).measured(1)
+    assert found["cost/million_trained"] == pytest.approx(3.0 * 6 / tokens["taken"])
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"), [(1234.5, "1,234.50"), (0.0021, "0.0021"), (0.0, "0.00")]
+)
+def test_a_small_amount_is_not_shown_as_zero(amount: float, shown: str) -> None:
+    assert money(amount) == shown

@@ -181,6 +181,19 @@ def test_fsck_reads_what_the_server_has_and_the_names_of_all(
         assert "step 2" in " ".join(audit(scene.run))
 
 
+def test_fsck_names_a_file_that_is_gone_while_the_server_has_its_batch(scene: Scene) -> None:
+    scene.open_trainer()
+    archiver = Archiver(scene.run, {}, Path("none"))
+    train(scene, 1, 2, 3, kept=0)
+    archiver.committed(3, 0)
+    archiver.closed()
+    assert scene.run.ledger.archive.exported() == 0
+    assert audit(scene.run) == []
+    Path(scene.run.limits.archive, "step-0000002.rmq").unlink()
+    (found,) = audit(scene.run)
+    assert "step 2" in found
+
+
 def test_a_bucket_holds_an_archive(
     server_of: Callable[[str], Server],
     run_name: str,

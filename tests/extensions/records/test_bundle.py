@@ -161,3 +161,14 @@ def test_a_step_whose_advantages_need_the_model_is_bundled_with_it(
     assert in_process(*what, "--logprobs").returncode == 2
     assert not file.exists()
     assert in_process(*what).returncode == 0
+
+
+def test_what_is_no_bundle_and_what_is_no_step_have_a_way_out(
+    trained: Config, tmp_path: Path
+) -> None:
+    folder = trained.run.folder
+    done = in_process("replay", str(folder / "archive" / "step-0000003.rmq"))
+    assert done.returncode == 2
+    assert "`rolloutmq bundle` writes one" in done.stderr
+    done = in_process("bundle", str(tmp_path / "x.rmq"), "--step", "9", "--run-dir", str(folder))
+    assert "its steps are 1 to 5" in done.stderr

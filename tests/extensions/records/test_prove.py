@@ -10,6 +10,7 @@ import pytest
 
 from consumer.handle.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
+from rolloutmq.launch.terms import keep_terms
 from tests.consumer.grpo.training_config import GROUPS, STEPS
 from tests.rolloutmq.conftest import in_process
 
@@ -53,7 +54,7 @@ def test_any_flipped_bit_of_a_record_is_named(copied: Path) -> None:
     draw = random.Random(3)
     checkpoint = CheckpointFolder(copied / "checkpoints").path(STEPS)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
-    files += [*(copied / "archive").glob("step-*"), *(copied / "terms").iterdir()]
+    files += [*(copied / "archive").glob("[!.]*"), *(copied / "terms").iterdir()]
     assert len(files) > STEPS + 3
     for file in files:
         whole = file.read_bytes()
@@ -63,7 +64,8 @@ def test_any_flipped_bit_of_a_record_is_named(copied: Path) -> None:
         code, found = prove(copied)
         assert (code, found["whole"]) == (6, False), file
         said = " ".join(check["what"] for check in found["checks"] if check["level"] == "fault")
-        assert file.name.removesuffix(".sha256") in said
+        place = f"{file.parent.name}/{file.name}" if file.suffix == ".json" else file.name
+        assert place.removesuffix(".sha256") in said
         file.write_bytes(whole)
 
 
@@ -84,3 +86,28 @@ def test_a_missing_file_is_a_note(copied: Path) -> None:
     code, found = prove(copied)
     assert (code, found["whole"]) == (0, True)
     assert "note" in {check["level"] for check in found["checks"]}
+
+
+def test_first_weights_in_the_folder_of_the_run_are_compared(copied: Path, model_dir: Path) -> None:
+    shutil.copytree(model_dir, copied / "model")
+    checkpoints = CheckpointFolder(copied / "checkpoints")
+    position = checkpoints.read(STEPS)
+    terms = orjson.loads((copied / "terms" / f"{position.terms_of(1)}.json").read_bytes())
+    terms["config"]["policy"]["model"] = None  # as `rolloutmq run` warms a model up
+    position.set_terms(keep_terms(copied, terms))
+    checkpoints.complete(position, checkpoints.begin(STEPS))
+
+    def said() -> str:
+        return " ".join(check["what"] for check in prove(copied)[1]["checks"])
+
+    assert "the first weights are unaltered" in said()
+    file = next((copied / "model").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"the first weights were altered: {copied / 'model'}" in said()
+
+
+@pytest.mark.parametrize("name", [".", "checkpoints", "checkpoints/step-000003"])
+def test_what_is_no_checkpoint_is_refused(copied: Path, name: str) -> None:
+    done = in_process("prove", str(copied / name))
+    assert done.returncode == 2
+    assert "is no folder of a checkpoint" in done.stderr

@@ -6,11 +6,13 @@ from typing import Any
 import orjson
 import pytest
 
+from buffer.errors import ConfigError
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import read_steps
 from rolloutmq.config.config import Config
 from rolloutmq.extensions.records.archive import Archive
 from rolloutmq.extensions.records.rescore import forget_other_scores
+from rolloutmq.extensions.records.rescore import rescore as rescore_steps
 from tests.consumer.grpo.training_config import GROUPS, STEPS
 from tests.rolloutmq.conftest import in_process
 
@@ -92,3 +94,23 @@ def test_earlier_steps_may_be_scored_later(trained: Config) -> None:
     assert (late["groups"], both["groups"]) == (GROUPS * (STEPS - 3), GROUPS * (STEPS - 1))
     folder = trained.run.folder.with_name("extended")
     assert Archive(str(folder / "archive")).steps() == list(range(2, STEPS + 1))
+
+
+def test_a_judge_that_skips_a_trained_group_is_told_which(trained: Config) -> None:
+    judge = "tests.extensions.records.other_judge:skips"
+    what = ("--task", "math", "--judge", judge, "--from", "2", "--name", "skipping")
+    done = in_process("rescore", str(trained.run.folder), *what)
+    assert done.returncode == 1
+    assert "skips group math-" in done.stderr
+    assert "nobody knows" in done.stderr
+
+
+def test_the_groups_of_an_evaluation_are_not_scored(trained: Config, tmp_path: Path) -> None:
+    source = Archive(trained.run.folder / "archive")
+    file = source.open(1)
+    file.facts.config["tasks"]["held_out"] = {"eval_of": "math"}
+    source.open = lambda step: file  # type: ignore[method-assign]
+    target = Archive(tmp_path / "archive")
+    with pytest.raises(ConfigError, match="held_out") as raised:
+        next(rescore_steps(source, target, "held_out", JUDGE, range(1, 2), []))
+    assert raised.value.hint == "known: math"

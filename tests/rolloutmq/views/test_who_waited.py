@@ -9,6 +9,7 @@ from buffer.control.control import Mode
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.step_log import TrainedStep
+from rolloutmq.views.explain.diagnosis import inspect
 from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
@@ -129,3 +130,22 @@ def test_a_worker_named_trainer_has_a_lane_of_its_own(scene: Scene) -> None:
     metrics = {"time/wait_s": APART_S, "time/step_s": 2 * APART_S}
     document = waits(scene, [TrainedStep(1, "l1", (), metrics, time.time())]).document()
     assert [name for name, _ in document["lanes"]] == ["trainer", "trainer", "w0", "w1"]
+
+
+def test_no_worker_is_wanted_while_calls_wait_for_a_quota(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(8)
+    scene.join("w0")
+    scene.claim("w0", 8)
+    time.sleep(0.1)
+    metrics = {"time/wait_s": 0.1, "time/step_s": 0.1}
+    steps = [TrainedStep(1, "l1", (), metrics, time.time())]
+
+    def advice() -> str:
+        found = inspect(scene.run, read_run_view(scene.run), steps, None)
+        (summary,) = [each for each in found if each.name == "waits/summary"]
+        return summary.fix
+
+    assert "add workers" in advice()
+    scene.run.store.client.hset(scene.run.keys.worker("w0"), "report", "quota_waits=2")
+    assert not advice()
