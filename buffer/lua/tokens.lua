@@ -39,8 +39,10 @@ for name, ledger in pairs({train = ledger_train, eval = ledger_eval}) do
     for _, line in ipairs(redis.call('LRANGE', batch, 1, -1)) do add(string.match(line, '^%S+'), 'taken') end
   end
 end
-for _, worker in ipairs(redis.call('ZRANGE', workers, 0, 49999)) do  -- ten times the largest fleet that was measured
-  local totals = redis.call('HGETALL', worker_tokens_of .. worker)
+local worker_limit = 50000  -- ten times the largest fleet that was measured (benchmarks/README.md)
+for _, worker in ipairs(redis.call('ZRANGE', workers, 0, worker_limit - 1)) do
+  local worker_tokens = worker_tokens_of .. worker
+  local totals = redis.call('HGETALL', worker_tokens)
   for i = 1, #totals, 2 do
     local heard, accounted = string.match(totals[i + 1], '^(%d+) (%d+)$')
     local of = heard and counts[totals[i]]
