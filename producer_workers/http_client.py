@@ -139,12 +139,6 @@ class Service:
     turns: Turns | None = None
     _warned_at: float = field(default=float("-inf"), init=False)
 
-    def _warn(self, what: str) -> None:
-        """Log a failure, unless one was logged just now: hundreds of calls may fail at once."""
-        if time.monotonic() - self._warned_at > WARNING_EVERY_S:
-            self._warned_at = time.monotonic()
-            log.warning("%s: %s", self.what, what)
-
     async def ask(self, question: object, tokens: int = 0) -> Any:
         """Return the answer to `question`, which uses at most `tokens`.
 
@@ -170,13 +164,15 @@ class Service:
                 failed += 1
                 if failed > self.retries:
                     raise JudgeError(f"{self.what}: {error}", hint=self.hint) from error
-                self._warn(f"{error}; try {failed} of {self.retries + 1}")
+                # hundreds of calls may fail at once
+                if time.monotonic() - self._warned_at > WARNING_EVERY_S:
+                    self._warned_at = time.monotonic()
+                    log.warning("%s: %s; try %d of %d", self.what, error, failed, self.retries + 1)
             # At random, so that the rollouts of a group do not ask at the same moment again.
             await asyncio.sleep(BACKOFF.pause_s(failed - 1))
-        if not answer.is_whole:
-            raise AnswerTooLong(f"{self.what} {answer.problem}")
         if answer.problem:
-            raise JudgeError(f"{self.what} {answer.problem}")
+            kind = JudgeError if answer.is_whole else AnswerTooLong
+            raise kind(f"{self.what} {answer.problem}")
         try:
             return read_json(answer.body, f"the answer of {self.what}")
         except WireError as error:

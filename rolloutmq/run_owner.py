@@ -113,10 +113,7 @@ class OwnedFolder:
 def own(
     folder: Path, run: str, command: list[str], steps: int, check: Callable[[], object] = bool
 ) -> Iterator[OwnedFolder]:
-    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld.
-
-    `check` is called with the lock, before the record of the last owner is replaced.
-    """
+    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld."""
     folder.mkdir(parents=True, exist_ok=True)
     started = psutil.Process().create_time()
     record = LaunchRecord(
@@ -126,7 +123,7 @@ def own(
     (folder / LOCK_FILE).touch()
     with (folder / LOCK_FILE).open("r+b") as lock:
         _take(lock, folder)
-        check()
+        check()  # before the record of the last owner is replaced
         owned = OwnedFolder(lock, record)
         owned.note(Stage.PREPARING)
         try:

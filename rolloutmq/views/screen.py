@@ -280,14 +280,9 @@ def _task(task: TaskView) -> Iterator[Text]:
         said = " · ".join(f"{n / sampled:.0%} {name}" for name, n in rows if n / sampled >= 0.005)
         yield _fit(Text.assemble(("tokens       ", "dim"), said.replace("_", " ")))
     # the ready groups by their staleness at the next train step
-    ready = {label: groups for label, groups in task.staleness.items() if groups}
-    text = Text("staleness    ", style="dim")
-    for label, groups in ready.items():
-        text.append(f"{label} ", style="dim")
-        text.append(bar(groups, max(ready.values()), 8).rstrip("░"), style="cyan")
-        text.append(f" {groups}   ")
-    text.append(f"limit {task.stale_threshold - 1}", style="dim")
-    yield text
+    ready = [f"{age}: {groups}   " for age, groups in task.staleness.items() if groups]
+    limit_text = (f"limit {task.stale_threshold - 1}", "dim")
+    yield Text.assemble(("staleness    ", "dim"), *ready, limit_text)
     if notes := [_said(note) for note in notes_of(task)]:
         yield Text.assemble(("groups       ", "dim"), Text(" · ").join(notes))
 

@@ -149,7 +149,11 @@ def link_checkpoint(source: Path, target: Path, *without: str) -> None:
 
 
 def log_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the step and the bytes of each line of a log that no kill has torn."""
-    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
+    """Yield the step and the bytes of each line of a log that no kill has torn, without costs."""
+    for line in file.read_bytes().splitlines() if file.exists() else []:
         with suppress(ValueError):
-            yield orjson.loads(line)["step"], line
+            entry = orjson.loads(line)
+            # a fork pays for its own tokens and hours
+            for name in [name for name in entry.get("metrics", ()) if name.startswith("cost/")]:
+                del entry["metrics"][name]
+            yield entry["step"], orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)

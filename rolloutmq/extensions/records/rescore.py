@@ -37,7 +37,7 @@ from rolloutmq.extensions.records.folders import ParentFolder, beside, choose_pa
 from rolloutmq.extensions.records.step_file import StepFile, config_of, step_writer
 from rolloutmq.launch.terms import source_digest
 from rolloutmq.options import AsJson, Output
-from rolloutmq.output import count, progress
+from rolloutmq.output import progress
 
 JUDGE_FILE = "judge.json"
 """Which judge has scored the archive in the folder."""
@@ -102,12 +102,12 @@ def rescore_run(
     if ranks.rank:
         return
     before, after = (document[when] / max(1, len(found)) for when in ("before", "after"))
-    changed, others = count(document["changed"]), count(document["advantages"])
-    examples = document["examples"]
+    example = "  {gid} rollout {index}: {before:g}, then {after:g}".format_map
     shown = [
-        f"{changed} of {count(len(found))} groups have other scores, {others} other advantages; "
-        f"mean score {before:.3f}, then {after:.3f}",
-        *map("  {gid} rollout {index}: {before:g}, then {after:g}".format_map, examples),
+        "{changed:,} of {groups:,} groups have other scores, {advantages:,} other advantages; "
+        "mean score ".format_map(document)
+        + f"{before:.3f}, then {after:.3f}",
+        *map(example, document["examples"]),
         then,
     ]
     Output(document, list(map(Text, shown))).print(as_json=as_json)
