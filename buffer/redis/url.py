@@ -225,6 +225,7 @@ class Servers:
         self._nodes = list(self._seeds)
         self._clients: dict[str, redis.Redis] = {}
         self._lock = threading.RLock()
+        self.is_closed = False
         self._slots: list[str] | None = None
         self._allocator: str | None = None
         for seed in self._seeds:  # raises ConfigError for a bad URL
@@ -281,6 +282,7 @@ class Servers:
                 self._slots = None
 
     def close(self) -> None:
+        self.is_closed = True
         with self._lock:
             for client in self._clients.values():
                 client.close()

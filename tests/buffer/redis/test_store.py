@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,26 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
         "enqueued": "2", "consumed": "1", "archived": "1", "produced_samples": "2", "arrivals": "2",
     }  # fmt: skip
     assert {name: scene.counters()[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("server", ["valkey", "redis"], indirect=True)
+def test_a_call_that_waits_while_its_store_is_closed_ends_and_opens_no_connection(
+    server: Server,
+) -> None:
+    store = Store(server.url, name=new_nonce())
+    with ThreadPoolExecutor(1) as thread, raw_client(server.url) as raw:
+        waiting = thread.submit(store.wait, f"rmq:{{{store.name}}}:bell", 5.0)
+
+        def connections() -> list[str]:
+            return [each["cmd"] for each in raw.client_list() if each["name"] == store.name]
+
+        while "blpop" not in connections():
+            time.sleep(0.01)
+        store.close()
+        with pytest.raises(StoreUnavailable):
+            waiting.result(60)
+        while connections():  # the server notices the end of the first one
+            time.sleep(0.01)
 
 
 def test_every_move_is_made_once_when_connections_are_killed_before_it(scene: Scene) -> None:
