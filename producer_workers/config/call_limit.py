@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -62,5 +63,7 @@ class LimitSection(Section):
         host = service.partition("://")[2].partition("/")[0].rpartition("@")[2]
         name = re.sub(r"[^\w.-]", "_", self.name or host or f"{run.name}.{service}", flags=re.ASCII)
         numbers = (self.requests_per_minute, self.tokens_per_minute, self.at_once)
-        limit = CallLimit(name[-64:], *numbers)
+        if len(name) > 64:  # a key takes no more, and another service must not get its quota
+            name = blake2b(name.encode(), digest_size=16).hexdigest()
+        limit = CallLimit(name, *numbers)
         return Turns(run.store, limit, f"{run.name} {task}", run.limits.lease_ms)
