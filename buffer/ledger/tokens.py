@@ -58,7 +58,8 @@ def read_tokens(store: Store, keys: Keys, tasks: Sequence[str]) -> dict[str, Tok
     numbers, found = map(int, reply[1:]), {}
     for task in tasks:
         sampled, prompt, again = islice(numbers, 3)
-        table = Counter(dict(zip(TOKEN_ROWS, numbers, strict=False)))
+        rows = islice(numbers, len(TOKEN_ROWS))
+        table = Counter(dict(zip(TOKEN_ROWS, rows, strict=True)))
         reported, waiting, running, taken = islice(numbers, 4)
         rest = sampled - table.total()
         stages = {"in_groups": rest, "running": reported}

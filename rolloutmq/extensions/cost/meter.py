@@ -107,7 +107,9 @@ class CostMeter(Observer):
 
     def _price(self, tokens: TokenAccount) -> float:
         prices, used = self._prices, judge_use(self._run)
-        total = sum(n * getattr(prices, f"{of}_gpu_hour", 0) for of, n in self._hours.items())
+        total = self._hours["worker"] * prices.worker_gpu_hour
+        total += self._hours["trainer"] * prices.trainer_gpu_hour
+        total += self._hours["judge"] * prices.judge_gpu_hour
         millions = tokens.total * prices.million_sampled_tokens
         millions += tokens.prompt * prices.million_prompt_tokens
         for task, judge in self._judges.items():
