@@ -78,7 +78,7 @@ def new_run(
     check()
     command = [verb, *sys.argv[2:]]
     with interrupted_by_sigterm(), own(folder, folder.name, command, last, check) as owned:
-        owned.check()  # one with a mistake has not deleted it
+        owned.check()  # a command that failed may have deleted the folder before the lock was free
         for path in left():
             if path.name not in keep:
                 _delete(path)
@@ -149,11 +149,7 @@ def link_checkpoint(source: Path, target: Path, *without: str) -> None:
 
 
 def log_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the step and the bytes of each line of a log that no kill has torn, without costs."""
-    for line in file.read_bytes().splitlines() if file.exists() else []:
+    """Yield the step and the bytes of each line of a log that no kill has torn."""
+    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
         with suppress(ValueError):
-            entry = orjson.loads(line)
-            # a fork pays for its own tokens and hours
-            for name in [name for name in entry.get("metrics", ()) if name.startswith("cost/")]:
-                del entry["metrics"][name]
-            yield entry["step"], orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+            yield orjson.loads(line)["step"], line

@@ -111,7 +111,9 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
     position.forget(step)
     target.complete(position, path)
     for log in (STEPS_FILE, EVALUATIONS_FILE):
-        lines = [line for number, line in log_lines(parent / log) if number <= step]
+        lines = [
+            _without_costs(line) for number, line in log_lines(parent / log) if number <= step
+        ]
         (folder / log).write_bytes(b"".join(lines))
     for name in ("archive", TERMS):
         for file in sorted((parent / name).glob("*.*")):
@@ -121,6 +123,14 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
                 link_file(file, folder / name / file.name)
     (folder / CONFIG).write_text("\n".join([*toml_lines(tree), ""]), encoding="utf-8")
     return config
+
+
+def _without_costs(line: bytes) -> bytes:
+    """Return a line of a log without what the parent has paid: the new run's costs begin at 0."""
+    entry = orjson.loads(line)
+    metrics = entry.get("metrics", {})
+    entry["metrics"] = {n: value for n, value in metrics.items() if not n.startswith("cost/")}
+    return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def toml_lines(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
