@@ -43,8 +43,8 @@ class CallTurn:
     tokens: int
     begins: asyncio.Future[None]
     unused: int = 0
-    reason: str = ""  # of a service that refused it, and
-    pause_s: float = 0.0  # for how long that wants no further call
+    reason: str = ""  # why the service refused the call; "": it did not
+    pause_s: float = 0.0  # for how long the service then wants no call
 
     def used(self, tokens: int) -> None:
         self.unused = self.tokens - tokens

@@ -111,9 +111,12 @@ class OwnedFolder:
 
 @contextmanager
 def own(
-    folder: Path, run: str, command: list[str], steps: int, check: Callable[[], object] = bool
+    folder: Path, run: str, command: list[str], steps: int, check: Callable[[], None] = lambda: None
 ) -> Iterator[OwnedFolder]:
-    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld."""
+    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld.
+
+    `check` is called under the lock, while the folder still has the record of its last owner.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     started = psutil.Process().create_time()
     record = LaunchRecord(
@@ -123,7 +126,7 @@ def own(
     (folder / LOCK_FILE).touch()
     with (folder / LOCK_FILE).open("r+b") as lock:
         _take(lock, folder)
-        check()  # before the record of the last owner is replaced
+        check()
         owned = OwnedFolder(lock, record)
         owned.note(Stage.PREPARING)
         try:

@@ -155,8 +155,8 @@ class HeartbeatNumbers:
     quota_waits: int = _reported(
         0, "waits", "Calls that wait for a quota.", metric="worker_calls_waiting",
     )  # fmt: skip
-    quota: str = ""  # one for which they wait, with + for spaces, and
-    quota_refused_ms: int = 0  # for how long its service has refused every call
+    quota: str = ""  # a limit for which calls wait, with + for spaces
+    quota_refused_ms: int = 0  # for how long the service behind `quota` has refused every call
     replaced: int = _reported(  # processes
         0, "replaced", "Users' code that hung.", metric="worker_processes_replaced",
         is_counter=True,

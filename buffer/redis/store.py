@@ -254,9 +254,9 @@ class Store:
         if not is_transient(error):
             raise refusal(self.url, what, error) from error
         left_s = end_s - time.monotonic()
-        is_final = isinstance(error, OutOfMemoryError) or not self.patience()
-        # once it is closed, a thread that still waits would open a connection that nobody closes
-        if (left_s <= 0 and is_final) or self.servers.is_closed:
+        is_over = left_s <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience())
+        # after `close`, another attempt would open a connection that nobody closes
+        if is_over or self.servers.is_closed:
             raise given_up(self.url, what, error) from error
         cause = describe_connection_error(self.url, error).message
         self._outages.failed(what, cause, is_full=isinstance(error, OutOfMemoryError))

@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from consumer.learning.window import PATIENCE, STEPS, LearningFinding, Series, Window
 
 FALLEN, STRETCH = 0.4, 5
-"""A reward falls by this share of what each of so many steps in a row had."""
+"""The share that a reward loses of its best level, which it had in so many steps in a row."""
 
 NO_ADVANTAGE = 0.8
 """Share of groups with equal rewards: a batch teaches as much as one of a fifth of its size. DAPO

@@ -117,7 +117,8 @@ class RqJudge(Judge):
                 return result
             is_waiting = self._retrying(lambda: self._queue.get_job_position(job)) is not None
             polls = 0 if is_waiting else polls + 1
-            # rq starts it at once, unless the worker or the server died; once: none may start it
+            # A worker starts a job as soon as it has taken it. If it died between these two steps,
+            # the job is in no queue: it is queued again, once, as there may be no worker at all.
             if is_new and polls > 1 and self._retrying(status) in (None, b"queued"):
                 is_new = False
                 self._retrying(lambda: self._queue.intermediate_queue.remove(job.id))
