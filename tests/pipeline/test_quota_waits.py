@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from buffer.ids import new_nonce
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from producer_workers.call_turns import Turns
+from producer_workers.config.call_limit import LimitSection
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.config.task import JudgingSection
@@ -164,3 +165,10 @@ async def test_a_live_session_that_waits_longer_than_its_limit_goes_on_also_afte
         assert await post(f"/sessions/{key}/reward", {"score": 1.0}) == {"status": "ended"}
         await yard.until_stages(completed=1)
     yard.check()
+
+
+def test_services_with_long_names_have_a_quota_each(make_yard: Callable[..., Yard]) -> None:
+    run, section = make_yard().run, LimitSection(at_once=1)
+    hosts = [f"{first}.{'x' * 63}.example" for first in "ab"]
+    names = {section.turns(run, TASK, f"https://{host}/v1").limit.name for host in hosts}
+    assert len(names) == 2

@@ -111,9 +111,7 @@ def fork(parent: Path, step: int, folder: Path, overrides: Sequence[str]) -> Con
     position.forget(step)
     target.complete(position, path)
     for log in (STEPS_FILE, EVALUATIONS_FILE):
-        lines = [
-            _without_costs(line) for number, line in log_lines(parent / log) if number <= step
-        ]
+        lines = [_without_costs(line) for number, line in log_lines(parent / log) if number <= step]
         (folder / log).write_bytes(b"".join(lines))
     for name in ("archive", TERMS):
         for file in sorted((parent / name).glob("*.*")):
